@@ -22,8 +22,10 @@ DTYPES = (torch.float32, torch.float16)
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
-    """Of an ``nn.Linear``, whose parameters others may have replaced since. A pickle of it, by this name, is
-    its class's."""
+    """Of an ``nn.Linear``, whose parameters or class others may have replaced since. A pickle of it, by this
+    name, is its class's."""
+    if type(self) is not nn.Linear:
+        return type(self).forward(self, input)
     weight, bias = self.weight, self.bias
     if (
         torch.compiler.is_compiling()

@@ -158,3 +158,14 @@ def test_latents_are_attended_by_the_weight_of_a_projection_that_runs_it() -> No
     attach(model)
     assert takes_few_tokens(model.model.layers[0].self_attn.kv_b_proj)
     assert torch.equal(model.generate(ids, **call, past_key_values=PagedCache(model.config, 1, 16)), want)
+
+
+def test_another_class_has_its_forward() -> None:
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input
+
+    module, x = given(), tokens(2)
+    module.__class__ = Other
+    with torch.no_grad():
+        assert module(x) is x

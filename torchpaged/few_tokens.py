@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
 from torchpaged.custom_ops import BACKEND_OPS, native_status
@@ -30,6 +31,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
+        or unpack_dual(input).tangent is not None  # forward-mode derivatives go on under no_grad
         or torch.is_autocast_enabled("cpu")
         or type(input) is not Tensor
         or type(weight) is not nn.Parameter

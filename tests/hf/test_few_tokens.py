@@ -60,7 +60,7 @@ def test_a_slice_of_a_prompt_goes_in() -> None:
 
 
 def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tokens, other dtypes, gradients, autocast, traces."""
+    """Many tokens, other dtypes, gradients, those in forward mode, autocast, traces."""
     module = given()
     monkeypatch.setattr("torchpaged.few_tokens.BACKEND_OPS", {})
     with torch.no_grad():
@@ -68,6 +68,8 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(module(many), F.linear(many, module.weight, module.bias))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert module(tokens(2)).dtype == torch.bfloat16
+        _, tangent = torch.func.jvp(module, (tokens(2),), (tokens(2),))
+        torch.testing.assert_close(tangent, F.linear(tokens(2), module.weight))
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         assert torch.equal(compiled(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
         with pytest.raises(RuntimeError, match="dtype"):

@@ -13,9 +13,9 @@ if __name__ != "torchpaged.graphs":
 from torchpaged.graphs.bucketed import BucketedGraphs
 from torchpaged.graphs.buckets import buckets_by_cost
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, TapeCapture
-from torchpaged.graphs.capture_bucket import bucket_table
 from torchpaged.graphs.packed_buffers import PackedBuffers
 from torchpaged.graphs.packed_runner import PackedGraphRunner
+from torchpaged.graphs.report import bucket_table
 from torchpaged.graphs.runner import DecodeGraphRunner
 
 __all__ = [

@@ -20,19 +20,17 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import checks_device_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
 from torchpaged.custom_ops.words import one_line, shortened
+from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.capture import CaptureBackend, Captured, HostCapture
-from torchpaged.graphs.capture_bucket import BucketReport, capture_bucket, describe_bucket
+from torchpaged.graphs.capture_bucket import capture_bucket
+from torchpaged.graphs.capture_options import Progress, capture_backend_for, check_progress
+from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.step import (
-    CapturedAddresses,
     NoSession,
-    Progress,
     Ranges,
     StaticInputs,
     StepSession,
-    Watch,
-    capture_backend_for,
-    check_progress,
     no_range,
 )
 from torchpaged.metadata import HostLengths

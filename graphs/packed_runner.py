@@ -23,8 +23,8 @@ from torch import Tensor
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.bucketed import BucketedGraphs
 from torchpaged.graphs.buckets import bucket_for, check_buckets
+from torchpaged.graphs.capture_options import CaptureOptions
 from torchpaged.graphs.packed_buffers import PackedBatch, PackedBuffers, Trees
-from torchpaged.graphs.step import CaptureOptions
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.checks import count
 

@@ -20,8 +20,9 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.buffers import DecodeBatch, DecodeBuffers
+from torchpaged.graphs.capture_options import CaptureOptions
 from torchpaged.graphs.decode import DecodeGraphs, Prefixes
-from torchpaged.graphs.step import CaptureOptions, Step
+from torchpaged.graphs.step import Step
 from torchpaged.metadata import HostLengths
 from torchpaged.metadata.checks import count
 

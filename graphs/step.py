@@ -1,61 +1,21 @@
 """What runners are given: a decode step, one copy of it per bucket for the compiler, what its backend keeps,
-the ranges around it, how it is captured, and the addresses that its graphs rely on.
+the ranges around it, and its static inputs.
 
 steps = decode_steps(step, [1, 2, 4], compile=True, capture=capture)
 logits = steps(4)(input_ids, metadata)"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchpaged.compile.compile_cache import with_own_code
-from torchpaged.custom_ops.checks import check_callable, switch
-from torchpaged.custom_ops.errors import ArgumentError, CaptureError
-from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
+from torchpaged.custom_ops.checks import switch
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.capture import CaptureBackend, TapeCapture
 from torchpaged.metadata import AttentionMetadata, HostLengths
-
-Watch = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-
-
-class CapturedAddresses:
-    """Addresses per bucket, as captured.
-
-    Args:
-        static: gives the tensors of the runner's own buffers or rows, by name.
-        watch: further ones, by name; or a function that gives them, so that a replaced attribute is
-            noticed too.
-    """
-
-    def __init__(self, static: Callable[[], Mapping[str, Tensor]], watch: Watch | None) -> None:
-        self._static = static
-        self._watch = watch if callable(watch) else dict(watch or {})
-        self._captured: dict[int, dict[str, int]] = {}
-
-    def note(self, bucket: int) -> None:
-        """Remember where everything is now."""
-        self._captured[bucket] = {name: tensor.data_ptr() for name, tensor in self._fixed().items()}
-
-    def check(self, bucket: int) -> None:
-        """Compare with `note`.
-
-        Raises:
-            CaptureError: a tensor moved; by name.
-        """
-        now = self._fixed()
-        for name, address in self._captured[bucket].items():
-            if name not in now or now[name].data_ptr() != address:
-                found = f"{now[name].data_ptr():#x}" if name in now else "nothing of that name"
-                raise CaptureError(
-                    f"{name}: expected at {address:#x}, where it was captured, got {found}; "
-                    "captured tensors must be updated in place, never replaced"
-                )
-
-    def _fixed(self) -> dict[str, Tensor]:
-        return {**self._static(), **(self._watch() if callable(self._watch) else self._watch)}
-
 
 Step = Callable[[Tensor, AttentionMetadata], Tensor]
 Ranges = Callable[..., AbstractContextManager[None]]
@@ -148,42 +108,6 @@ def decode_steps(
         n: torch.compile(with_own_code(call, f"decode_{n}"), fullgraph=True, dynamic=False) for n in buckets
     }
     return compiled.__getitem__
-
-
-Progress = Callable[[int, int, str], None]
-
-
-class CaptureOptions(TypedDict, total=False):
-    """What runners hand on to `BucketedGraphs`, which says what it means."""
-
-    capture: str | CaptureBackend
-    warmup_iters: int
-    warms_each: bool
-    progress: Progress | None
-    watch: Watch | None
-    debug: bool | None
-    ranges: Ranges | None
-    session: StepSession | None
-
-
-def capture_backend_for(capture: str | CaptureBackend, device: torch.device) -> CaptureBackend:
-    """``capture``, or for "auto" CUDA graphs on a GPU and an eager capture elsewhere;
-    raises `ArgumentError`."""
-    check_capture(capture)
-    if not isinstance(capture, str):
-        return capture
-    return CudaCapture(device) if device.type == "cuda" else EagerCapture()
-
-
-def check_capture(capture: str | CaptureBackend) -> None:
-    """Refuse what is neither "auto" nor a `CaptureBackend`."""
-    if capture != "auto" and (isinstance(capture, type) or not isinstance(capture, CaptureBackend)):
-        raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
-
-
-def check_progress(progress: Progress | None) -> None:
-    """Refuse what can't be called."""
-    check_callable("progress", progress, "progress(done, total, text)")
 
 
 class StaticInputs(Protocol):

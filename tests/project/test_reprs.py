@@ -34,7 +34,7 @@ from torchpaged.engine.device import DecodeRows, LogitsRows, RowState, WholeStep
 from torchpaged.fuse.fusible import PASSES
 from torchpaged.fuse.report import FusionReport
 from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner
-from torchpaged.graphs.capture_bucket import BucketReport
+from torchpaged.graphs.report import BucketReport
 from torchpaged.layers import CrossMetadata
 from torchpaged.metadata import HostLengths
 from torchpaged.prefixes import AutomaticPrefixes, PrefixGroup, SharedPrefixes

@@ -18,7 +18,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.logits_stage import LogitsProcessor, LogitsStage
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.graphs import CaptureBackend
-from torchpaged.graphs.step import check_capture, check_progress
+from torchpaged.graphs.capture_options import check_capture, check_progress
 from torchpaged.prefixes import CascadeCosts
 from torchpaged.prefixes.costs import check_cascade
 

@@ -22,7 +22,6 @@ from functools import partial
 import torch
 
 from torchpaged.engine.acceptor import Acceptor
-from torchpaged.engine.chunk_budget import StepTimes
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.fault_bisection import FaultBisection
@@ -35,6 +34,7 @@ from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
+from torchpaged.engine.step_times import StepTimes
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 

@@ -23,7 +23,7 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import SamplingParams, sample, seen_tokens
 from torchpaged.graphs.bucketed import BucketedGraphs
 from torchpaged.graphs.buckets import default_buckets
-from torchpaged.graphs.step import Progress
+from torchpaged.graphs.capture_options import Progress
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.fields import METADATA_FIELDS, BatchSizes, make_batch_tensors
 from torchpaged.metadata.host import to_device

@@ -29,11 +29,11 @@ from torchpaged.hf.cache_options import (
     keeps_kv,
     not_of_fp8,
     require_use_cache,
-    sizes_of_call,
     why_dense,
 )
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call_mask import MaskRequest
+from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
 from torchpaged.hf.forward_order import TWO_CACHES, ForwardOrder

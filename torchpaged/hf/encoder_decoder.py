@@ -19,7 +19,7 @@ from torchpaged.backends import Route
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.cache import PagedCache
-from torchpaged.hf.cache_options import sizes_of_encoder_decoder_call
+from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
 from torchpaged.hf.kv_scales import Scales
 
 

@@ -21,8 +21,9 @@ from torchpaged.engine.device.request_rows import DecodeRows
 from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.capture import Captured
+from torchpaged.graphs.capture_options import CaptureOptions
 from torchpaged.graphs.decode import DecodeGraphs, Prefixes, PrefixGraphs
-from torchpaged.graphs.step import CaptureOptions, Step
+from torchpaged.graphs.step import Step
 from torchpaged.metadata import AttentionMetadata
 
 _LOG = logging.getLogger("torchpaged.engine")

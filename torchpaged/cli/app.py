@@ -89,7 +89,7 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
 def main() -> Any:
     """Entry point: errors are one line and exit code 2; TORCHPAGED_DEBUG=1 shows tracebacks."""
     debug = False
-    # None where a caller has closed it: then nobody reads what is printed.
+    # None where a caller has closed it: then what is printed is dropped.
     sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))
     try:
         debug = variables.get("TORCHPAGED_DEBUG")

@@ -2,8 +2,6 @@
 which the host takes 12 to 22 us: as long as a link of 55 GB/s for a MiB. No op: its caller runs on the host,
 between steps (`torchpaged.cache.host_blocks`)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from array import array

@@ -1,7 +1,5 @@
 """Products of few tokens on a CPU: what large linear modules of an attached model run."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

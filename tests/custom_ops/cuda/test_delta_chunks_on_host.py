@@ -150,6 +150,7 @@ SPECS = {
 @pytest.mark.slow_cases(but=("Qwen3.5 397B",))
 @pytest.mark.parametrize("name", SPECS)
 def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
-    _, report = compiled(tmp_path, "delta_chunks.cu", SPECS[name].config())
+    said = {"RECORD_BYTES": delta_chunks.RECORD_BYTES}
+    _, report = compiled(tmp_path, "delta_chunks.cu", SPECS[name].config(), constants=said)
     check_no_spills(report)
     assert registers(report) <= 128

@@ -12,7 +12,7 @@ from op_inputs.delta_step import SIZES, assert_delta_step_close, make_delta_step
 from op_inputs.state import STATE_BATCHES
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.state.call import DeltaStepCall
 from torchpaged.custom_ops.state.cuda import delta_step, step, whole_step
 from torchpaged.custom_ops.state.cuda.step import StepSpec
@@ -59,15 +59,11 @@ def test_no_spills_and_shared_memory_is_what_the_sources_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_delta_step_inputs(STATE_BATCHES["decode"], **{"dtype": BF16, **CASES[name]})
-    text = jit.sources()["delta_step.cu"]
     for most in (0, 264):  # a CTA has a head's columns alone; a part of them
         monkeypatch.setattr(whole_step, "MAX_SPLIT_CTAS", most)
         spec, folder = StepSpec.of(DeltaStepCall(**inputs)), tmp_path / str(most)
-        folder.mkdir()
-        said = f'static_assert(SQUARES_AT + COLUMNS / 32 * 4 == {spec.shared_bytes}, "");\n'
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(jit.sources(), "delta_step.cu", text + said)
-            _, report = compiled(folder, "delta_step.cu", spec.config())
+        shared = {"SQUARES_AT + COLUMNS / 32 * 4": spec.shared_bytes}
+        _, report = compiled(folder, "delta_step.cu", spec.config(), constants=shared)
         check_no_spills(report)
         assert registers(report) * spec.threads * spec.min_ctas <= 1 << 16
 

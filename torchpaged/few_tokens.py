@@ -51,8 +51,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
 def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
     """What a module of that class name gets, see `torchpaged.hf.families.Maker`."""
-    own = "forward" in vars(module) and not takes_few_tokens(module)
-    if type(module) is not nn.Linear or own or not native_status()[0]:
+    if type(module) is not nn.Linear or own_forward(module) is not None or not native_status()[0]:
         return None
     weight = module.weight
     large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS
@@ -63,3 +62,8 @@ def takes_few_tokens(module: nn.Module) -> bool:
     """Whether a module runs that forward, which is its class's but for the order of sums; or, from a pickle,
     its class's."""
     return getattr(vars(module).get("forward"), "__func__", None) in (forward, nn.Linear.forward)
+
+
+def own_forward(module: Any) -> Any:
+    """The forward that a module has in its class's place, that of few tokens left out; None: it has none."""
+    return None if takes_few_tokens(module) else vars(module).get("forward")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.few_tokens import takes_few_tokens
+from torchpaged.few_tokens import own_forward
 
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -221,8 +221,7 @@ class ModelState:
         for path, module in self._code.items():
             where = path or "the model"
             yield f"{where} is a {type(module).__name__}", [type(module)]
-            own = None if takes_few_tokens(module) else vars(module).get("forward")
-            yield f"{where} has another forward", [own]
+            yield f"{where} has another forward", [own_forward(module)]
             yield f"{where} has other forward hooks", hooks_of(module)
             if path not in self._weights:
                 yield f"{where} has weights of another class", [*map(type, module._parameters.values())]

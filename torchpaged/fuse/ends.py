@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import TorchpagedError
-from torchpaged.few_tokens import takes_few_tokens
+from torchpaged.few_tokens import own_forward
 from torchpaged.fuse.architectures import Architecture
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import norm_of
@@ -174,9 +174,8 @@ def _model_forward(model: Any) -> Any:
         if owner is None:
             if ends.owner is None:
                 return type(self).forward(self, *args, **kwargs)
-            return ends.run(
-                None, None, lambda: type(self).forward(self, *args, **kwargs)
-            )  # inside a paged one
+            # Inside a paged one, whose rows these are not.
+            return ends.run(None, None, lambda: type(self).forward(self, *args, **kwargs))
         ends.require_unchanged()
         if ends.norm is not None and torch.is_grad_enabled():  # the op of both would drop their gradients
             for name, module in (("the final norm", ends.norm), ("lm_head", self.lm_head)):
@@ -248,8 +247,8 @@ def _why_no_embedding(base: Any) -> str | None:
 def _why_occupied(what: str, *modules: Any) -> str | None:
     if any(hooks_of(module) for module in modules):
         return f"{what} has forward hooks"
-    own = (module for module in modules if "forward" in vars(module) and not takes_few_tokens(module))
-    return f"{what} has a forward of its own" if any(own) else None
+    owns = any(own_forward(module) is not None for module in modules)
+    return f"{what} has a forward of its own" if owns else None
 
 
 def end_forwards(

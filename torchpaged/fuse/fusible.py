@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.few_tokens import takes_few_tokens
+from torchpaged.few_tokens import own_forward
 from torchpaged.fuse.experts import name_of_activation, why_not_experts
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.multipliers import why_not_multiplied
@@ -83,7 +83,7 @@ def why_changed(layer: Any) -> str | None:
     for path, module in layer.named_modules():
         if path and hooks_of(module):
             return f"{path} has forward hooks, which a fused layer would not call"
-        if path and "forward" in vars(module) and not (is_packed(module) or takes_few_tokens(module)):
+        if path and own_forward(module) is not None and not is_packed(module):
             return f"{path} has a forward of its own"
     used = [layer.get_submodule(path) for path in linears]
     used = used or [getattr(layer, name) for name in names.norms]

@@ -26,7 +26,7 @@ from torchpaged.cache.latent import LayerLatentCache
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.few_tokens import takes_few_tokens
+from torchpaged.few_tokens import own_forward
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.call import LayerCall, by_token, in_autocast
 from torchpaged.hf.families import Family, Function, register_family
@@ -177,7 +177,7 @@ def is_not_plain(projection: Any) -> str:
         return f"is a {type(projection).__name__}"
     if projection._forward_hooks or projection._forward_pre_hooks:
         return "has forward hooks"
-    if "forward" in vars(projection) and not takes_few_tokens(projection):
+    if own_forward(projection) is not None:
         return "has a forward that another one replaced"
     if projection.bias is not None:
         return "has a bias"

@@ -1,5 +1,5 @@
-"""Tables of README.md, docs/results.md and docs/stream_order.md, made from benchmarks/results/*.json
-and custom_ops/stream_order.py.
+"""Tables of README.md, docs/results.md, docs/results/ and docs/stream_order.md, made from
+benchmarks/results/*.json and custom_ops/stream_order.py.
 
     python benchmarks/make_results.py            # rewrite what stands between the markers of the pages
     python benchmarks/make_results.py --check    # exit code 1 if a page does not hold what the data says
@@ -22,7 +22,11 @@ from result_tables import RESULTS, geomean, latest, load, prefill_rows, ratio, t
 from step_tables import step_times
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/results.md", "docs/stream_order.md")
+RESULTS_PAGE = "docs/results.md"
+PAGES = (
+    *("README.md", RESULTS_PAGE, "docs/stream_order.md"),
+    *(f"docs/results/{path.name}" for path in sorted((ROOT / "docs" / "results").glob("*.md"))),
+)
 WIDTH = 110
 
 
@@ -63,9 +67,10 @@ def summary() -> list[str]:
     return table(["one H200, bf16", "against the best of", "× faster, geometric mean", "worst case"], lines)
 
 
-def runs() -> list[str]:
-    """Every document of the folder: what ran, where, how."""
-    lines = []
+def others() -> list[str]:
+    """The documents that no page names, and those that do not say how they were made."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md") if page != ROOT / RESULTS_PAGE)
+    unnamed, no_command = [], []
     for path in sorted(RESULTS.glob("*.json")):
         document = load(path.stem)
         conditions = (
@@ -73,20 +78,14 @@ def runs() -> list[str]:
             or document.get("conditions_after")
             or next(iter(document.get("runs", [{}])), {}).get("conditions", {})
         )
-        command = conditions.get("command") or document.get("command")
-        said = f"`{command}`" if command else "no command kept"
-        torch = (
-            conditions.get("torch")
-            or document.get("versions", {}).get("torch")
-            or document.get("environment", {}).get("torch", {}).get("version")
-        )
-        note = document.get("note") or document.get("what") or ""
-        text = (
-            f"[{path.stem}](../benchmarks/results/{path.name}): torch "
-            f"{torch or document.get('torch') or document.get('packages', {}).get('torch', '?')}. {said}"
-        ) + (f" ({note})" if note else "")
-        lines += wrapped(text)
-    return lines
+        if f"results/{path.name}" not in pages:
+            unnamed.append(f"`{path.stem}`")
+        if not (conditions.get("command") or document.get("command")):
+            no_command.append(f"`{path.stem}`")
+    return [
+        *wrapped(f"Earlier runs, fuzz, before and after a change: {', '.join(unnamed)}."),
+        *wrapped(f"Without the command: {', '.join(no_command)}."),
+    ]
 
 
 def stream_order() -> list[str]:
@@ -181,7 +180,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         steps.linear,
         steps.sampling,
         summary,
-        runs,
+        others,
         stream_order,
     )
 }

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, each made from documents of benchmarks/results; what places them
+"""The tables of docs/results/, each made from documents of benchmarks/results; what places them
 is make_results.py."""
 
 import json
@@ -279,9 +279,11 @@ def cpu_decode() -> list[str]:
 
 
 def cpu_states() -> list[str]:
-    """Microseconds of one layer's mixer without its projections, and milliseconds of whole steps."""
-    lines = []
-    for row in load("cpu_states")["rows"]:
+    """Microseconds of one layer's mixer without its projections, and milliseconds of whole steps: of each
+    kind of layer its newest run."""
+    lines, again = [], load("cpu_states_epyc")["rows"]
+    since = {row["family"] for row in again}
+    for row in [*(row for row in load("cpu_states")["rows"] if row["family"] not in since), *again]:
         op, step = row["op_us"], row["step_us"]
         figures = [figure(op["paged_cache"]), figure(op["transformers"]), ratio(row["op_ratio"])]
         figures += [ratio(row["mixer_ratio"]), figure(step["engine"] / 1000, 1)]

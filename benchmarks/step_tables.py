@@ -1,4 +1,4 @@
-"""Tables of whole steps, captures, starts and single layers for docs/results.md (make_results.py)."""
+"""Tables of whole steps, captures, starts and single layers for docs/results/ (make_results.py)."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tables of the attention suites against every peer, for docs/results.md: each of one run (make_results.py).
+"""Tables of the attention suites against every peer, for docs/results/: each of one run (make_results.py).
 
 A peer that failed or was wrong in a case makes the case void: no ratio is shown, none is counted, and the
 reason stands below the table. Of FlashInfer's three ways the fastest one counts.
@@ -225,5 +225,5 @@ def batched() -> list[str]:
 
     header = ["`paged\\|…`", *(text for n in batches for text in (f"batch {n}, ms", "×"))]
     lines = [[way, *cells(way)] for way in dict.fromkeys(row["way"] for row in rows)]
-    source = f"From [the document](../benchmarks/results/{name}.json): {document['note']}."
+    source = f"From [the document](../../benchmarks/results/{name}.json): {document['note']}."
     return [*table(header, lines), "", *textwrap.wrap(source, 110, break_long_words=False)]

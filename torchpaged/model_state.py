@@ -228,7 +228,7 @@ class ModelState:
 
     def changed(self) -> str | None:
         """What is not as it was, None if all is."""
-        return self.changed_but_weights() or self._changed_weights()
+        return self.changed_but_weights() or self.changed_weights()
 
     def changed_but_weights(self) -> str | None:
         """The same, of what `renew` does not take."""
@@ -249,7 +249,8 @@ class ModelState:
             return f"{path} has {name} {value}, before {was}"
         return None
 
-    def _changed_weights(self) -> str | None:
+    def changed_weights(self) -> str | None:
+        """The same, of what `renew` takes."""
         if not _same(list(map(dict.get, self._held, self._names)), self._tensors):
             pairs = zip(self._places, self._tensors, strict=True)
             moved = [where for (where, held, name), tensor in pairs if held.get(name) is not tensor]
@@ -276,17 +277,20 @@ class ModelState:
         # Not public; autograd relies on it (tests/engine/test_prefix_cache.py notices a change).
         return sum(map(_version, self._counted))
 
-    def require_unchanged(self, by: str, fix: str) -> None:
+    def require_unchanged(
+        self, by: str, fix: str, changed: "Callable[[ModelState], str | None]" = changed
+    ) -> None:
         """Refuse to go on with what the modules were.
 
         Args:
             by: who relies on it.
             fix: what to do.
+            changed: `changed`, `changed_weights` or `changed_but_weights`.
 
         Raises:
             ArgumentError: with the first thing that is not as it was.
         """
-        found = self.changed()
+        found = changed(self)
         if found is not None:
             raise ArgumentError(
                 "model", f"the modules, forwards, hooks, weights, adapters and numbers that {by}", found, fix

@@ -9,6 +9,7 @@ import torch
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.graphs import TapeCapture
 from torchpaged.model_state import ModelState
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -31,13 +32,13 @@ def replace_norm(model: Any) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 def test_many_requests_are_two_looks(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, looks = made(model, graphs=graphs), list[ModelState]()
-    changed = ModelState.changed
+    changed = ModelState.changed_but_weights
 
     def counted(self: ModelState) -> str | None:
         looks.append(self)
         return changed(self)
 
-    monkeypatch.setattr(ModelState, "changed", counted)
+    monkeypatch.setattr(ModelState, "changed_but_weights", counted)
     ids = [generator.submit(prompt, PARAMS) for prompt in PROMPTS]
     assert len(looks) == 1
     generator.step()
@@ -140,3 +141,37 @@ def test_numbers_of_modules_are_looked_at(model: Any, graphs: bool, change: Call
     assert generator.stats.prefix_cache.hit_tokens == 0
     plain = made(model, graphs=False, prefix_cache=False)
     assert found == [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]
+
+
+def watched_hook(generator: Generator, model: Any, prompt: list[int], other: int | None) -> list[int]:
+    """What `generate` gives of ``prompt`` once a hook has come, was refused, and has gone; the request
+    ``other``, which waits meanwhile, goes on."""
+    handle = model.model.layers[1].register_forward_hook(lambda *given: given[2] * 2)
+    submitted = generator.stats.new_tokens
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"layers\.1 has other forward hooks"):
+            generator.generate([prompt], PARAMS)
+    assert generator.stats.new_tokens == submitted
+    handle.remove()
+    (output,) = generator.generate([prompt], PARAMS)
+    assert other is None or other in {event.request_id for event in generator.stream()}
+    return output.token_ids
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["alone", "another-waits"])
+@pytest.mark.parametrize("length", [6, 20], ids=["replayed", "launched"])
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "not-yet"])
+def test_modules_are_looked_at_while_a_prompt_is_replayed(
+    model: Any, length: int, captured: bool, waits: bool
+) -> None:
+    """Of what is computed meanwhile nothing is given out or found later, and nothing is captured."""
+    with torch.no_grad():  # so that a hook's doubling shows in the tokens
+        model.lm_head.weight.copy_(torch.randn(99, 64, generator=torch.Generator().manual_seed(0)))
+    options = {"capture": TapeCapture(), "compile": False, "prefill_buckets": [8], "prefill_chunk_size": 32}
+    generator = made(model, graphs=True, capture_ahead=captured, **options)
+    prompt = list(range(7, 7 + length))
+    other = generator.submit(PROMPTS[3], PARAMS) if waits else None
+    found = watched_hook(generator, model, prompt, other)
+    plain = made(model, graphs=False, prefix_cache=False)
+    (want,) = plain.generate([prompt], PARAMS)
+    assert found == want.token_ids

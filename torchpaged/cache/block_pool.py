@@ -150,9 +150,11 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
-        held, more, known = self._held, self._more, self._are_different(blocks)
-        idle = list(filterfalse(held.__contains__, blocks)) if known else []
-        if not known or not all(map(self._kept.__contains__, idle)):
+        held, more, different = self._held, self._more, self._different(blocks)
+        idle: Sequence[int] = []
+        if different is not None:
+            idle = blocks if held.isdisjoint(different) else list(filterfalse(held.__contains__, blocks))
+        if different is None or not all(map(self._kept.__contains__, idle)):
             for block in blocks:
                 self._check(block)
             if len(set(blocks)) < len(blocks):
@@ -165,11 +167,13 @@ class BlockPool:
         self._hold(idle)
         return list(blocks)
 
-    def _are_different(self, blocks: Sequence[int]) -> bool:
-        """Whether ``blocks`` are plain integers, each once; looked at as a whole, which is quicker than
-        `_check` of each."""
-        count = len(blocks)
-        return operator.countOf(map(type, blocks), int) == count == len(set(blocks))
+    def _different(self, blocks: Sequence[int]) -> set[int] | None:
+        """``blocks`` as a set if they are plain integers, each once, else None; looked at as a whole, which
+        is quicker than `_check` of each."""
+        if operator.countOf(map(type, blocks), int) < len(blocks):
+            return None
+        different = set(blocks)
+        return different if len(different) == len(blocks) else None
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one hold on each of ``blocks``; a block without holders becomes free, the last of them
@@ -181,13 +185,17 @@ class BlockPool:
         """
         if not isinstance(blocks, Sequence):
             raise ArgumentError("blocks", "a list of block ids", repr(blocks))
-        if not self._are_different(blocks) or not self._held.issuperset(blocks):
+        different = self._different(blocks)
+        if different is None or not self._held >= different:
             self._require_held(blocks)
         kept, left = self._kept, list(blocks)[::-1]
         if self._more and not self._more.keys().isdisjoint(blocks):
             left = list(filterfalse(self._is_shared_once_less, left))
         self._held.difference_update(left)
-        idle = [block for block in left if block in kept] if kept else []
+        if different is not None and kept.keys() >= different and len(left) == len(different):
+            idle = left
+        else:
+            idle = [block for block in left if block in kept] if kept else []
         if len(idle) < len(left):
             self._free += filterfalse(kept.__contains__, left) if idle else left
         if idle and self._keeps_idle:

@@ -4,11 +4,13 @@ were computed by.
     watch = ModelWatch(model, captured=True, shares=True)
     forget = watch.look()                   # raises, or says whether kept blocks are of other weights
 
-A look costs O(modules and weights), 0.1 ms at 16 layers. So there are two between two steps, however many
-requests come there: at the first of them, which is refused at once, and ahead of the step, in front of which
-nothing of them was computed.
+A look costs O(modules and weights), 0.1 to 0.25 ms at 16 layers. So there are two between two steps, however
+many requests come there: at the first of them, which is refused at once, and ahead of the step, in front of
+which nothing of them was computed. What a replay reads are weights alone: the half of a step's look that is
+for modules is made while the device replays, ahead of all that Python runs of the model and of the tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torchpaged.model_state import MOVES, ModelState
@@ -21,13 +23,16 @@ class ModelWatch:
         model: whose modules, weights and adapters are looked at; what is no module has none that are known.
         captured: graphs replay kernels at addresses of its weights: a change is refused.
         shares: requests find blocks of earlier ones, which are of no use behind a change.
+
+    Attributes:
+        is_due: the next step looks.
     """
 
     def __init__(self, model: Any, captured: bool, shares: bool) -> None:
         self._model, self._captured, self._shares = model, captured, shares
         self._state, self._moves = ModelState.of(model), MOVES[0]
         self._num_writes = self._state.num_writes()
-        self._looked = self._due = False
+        self._looked = self.is_due = self._is_half = False
 
     def at_request(self) -> bool:
         """A request comes: `look`, if it is the first since a step, and have the next step look.
@@ -36,7 +41,7 @@ class ModelWatch:
             ArgumentError: as `require_unchanged`.
         """
         forget = not self._looked and self.look()
-        self._looked = self._due = True
+        self._looked = self.is_due = True
         return forget
 
     def at_stream(self) -> None:
@@ -49,24 +54,50 @@ class ModelWatch:
         if not self._looked:
             self.require_unchanged()
 
+    def at_call(self) -> bool:
+        """All requests of a call come, whose steps it makes itself: `look` at weights, and the next step at
+        the rest (`in_step`).
+
+        Raises:
+            ArgumentError: as `require_unchanged`.
+        """
+        forget = self.look(half=True)
+        self._is_half = self._captured
+        return forget
+
     def at_step(self) -> bool:
-        """A step comes: `look`, if a request came since the last one or `torchpaged.fuse` moved weights.
+        """A step comes: as `at_call`, if a request came since the last one or `torchpaged.fuse` moved
+        weights.
 
         Raises:
             ArgumentError: as `require_unchanged`; the next step looks again.
         """
         self._looked = False
-        forget = (self._due or self._moves != MOVES[0]) and self.look()
-        self._due = False
+        forget = (self.is_due or self._moves != MOVES[0]) and self.at_call()
+        self.is_due = False
         return forget
 
-    def look(self) -> bool:
+    def in_step(self) -> None:
+        """Look at what is left, if anything: behind the launch of a replay, ahead of all else.
+
+        Raises:
+            ArgumentError: as `require_unchanged`; `is_due`.
+        """
+        if self._is_half:
+            self.is_due = True
+            self.require_unchanged(ModelState.changed_but_weights)
+            self.is_due = self._is_half = False
+
+    def look(self, half: bool = False) -> bool:
         """Look at all of it; whether what was computed before is of other weights.
+
+        Args:
+            half: of graphs' models at weights alone.
 
         Raises:
             ArgumentError: as `require_unchanged`.
         """
-        self.require_unchanged()
+        self.require_unchanged(ModelState.changed_weights if half else ModelState.changed)
         forget = False
         if self._shares:
             if not self._captured and self._state.changed() is not None:
@@ -77,7 +108,7 @@ class ModelWatch:
         self._moves = MOVES[0]
         return forget
 
-    def require_unchanged(self) -> None:
+    def require_unchanged(self, changed: Callable[[ModelState], str | None] = ModelState.changed) -> None:
         """Refuse to replay graphs over a model that changed.
 
         Raises:
@@ -88,4 +119,5 @@ class ModelWatch:
                 "its graphs were made with",
                 "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
                 "at them at every step",
+                changed,
             )

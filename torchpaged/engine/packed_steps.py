@@ -89,6 +89,11 @@ class PackedSteps:
                 fill(input_ids, metadata)
             return self._model(input_ids, metadata, self._longs(ends))
 
+    def replays(self, chunks: list[tuple[Sequence, int]], decodes: Seq[Sequence]) -> bool:
+        """Whether `prefill` of these runs nothing of the model in Python."""
+        num_tokens = len(decodes) + sum([count for _, count in chunks])
+        return self._graphs is not None and self._graphs.replays(len(decodes) + len(chunks), num_tokens)
+
     def _lists(
         self, chunks: list[tuple[Sequence, int]], decodes: Seq[Sequence], filled: int = 0
     ) -> "tuple[array[int], list[int], list[int], list[list[int]], list[int]]":

@@ -83,10 +83,14 @@ class RequestBlocks:
         """Blocks that a request lacks for so many tokens."""
         return max(0, -(-num_tokens // self.block_size) - len(sequence.blocks))
 
+    def need_alone(self, sequence: Sequence) -> int:
+        """Blocks that a request lacks for all its tokens and one more."""
+        return -(-(len(sequence.tokens) + 1) // self.block_size) - len(sequence.blocks)
+
     def need(self, sequence: Sequence) -> int:
-        """Blocks that a request lacks for all its tokens and one more, those left out that others share."""
+        """The same, those left out that others share: a look through its text."""
         shared = 0 if self.prefixes is None else self._text(self.prefixes, sequence).num_shared()
-        return -(-(len(sequence.tokens) + 1) // self.block_size) - len(sequence.blocks) - shared
+        return self.need_alone(sequence) - shared
 
     # ------------------------------------------------------------------------------------------- given, taken
     def begin(self, sequence: Sequence) -> bool:

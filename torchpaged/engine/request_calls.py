@@ -12,6 +12,7 @@ from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.hand_out import HandOut
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.prompts import list_prompts, list_sampling, logits_words, prompt_ids
@@ -52,7 +53,7 @@ class RequestCalls:
         sequence = None
         try:
             with self._calls.entered():
-                self._stepper.look(request=True)
+                self._stepper.look(ModelWatch.at_request)
                 sequence = self._sequence(prompt, sampling, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
@@ -132,7 +133,8 @@ class RequestCalls:
         inbox, sequences = Inbox(), list[Sequence]()
         try:
             with self._calls.entered():
-                self._stepper.look()
+                makes_steps = self._calls.background is None
+                self._stepper.look(ModelWatch.at_call if makes_steps else ModelWatch.look)
                 sequences += [self._sequence(text, one, inbox) for text, one in samples]
                 for sequence in sequences:
                     self._stepper.add(sequence)

@@ -179,7 +179,12 @@ class Scheduler:
     def _room(self) -> int:
         """Blocks that running requests may be given: pinned ones only where one runs alone, which no other
         can make room for."""
-        return self.pool.num_free - (self.pool.num_pinned if len(self.running) > 1 else 0)
+        return self._unpinned if len(self.running) > 1 else self.pool.num_free
+
+    @property
+    def _unpinned(self) -> int:
+        """Blocks that are free and not pinned."""
+        return self.pool.num_free - self.pool.num_pinned
 
     def _lacks(self, sequence: Sequence) -> int:
         """Blocks that a decoding request lacks for the next step; of one with a row also until when it will
@@ -209,7 +214,7 @@ class Scheduler:
         if not self.lookahead or self.waiting or not step.blocks_added:
             return
         more, size = list[tuple[Sequence, int]](), self.block_size
-        room = (self.pool.num_free - self.pool.num_pinned) // 2
+        room = self._unpinned // 2
         for s in step.decodes:
             if s.row is None or s.has_room_until < s.step_count.most + self.lookahead // 2:
                 tokens = min(len(s.tokens) + s.in_flight + self.ahead + self.lookahead, s.max_len - 1)
@@ -241,12 +246,17 @@ class Scheduler:
         admitted = list[Sequence]()
         if len(self.running) >= self.max_running:
             return admitted
-        promised = sum([self.blocks.need(s) for s in asking if not s.decodes])
+        need_of, prompts = self.blocks.need_alone, [s for s in asking if not s.decodes]
+        promised = sum(map(need_of, prompts))
         while self.waiting and len(self.running) < self.max_running:
-            need = self.blocks.need(self.waiting[0])
-            if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:
+            need = need_of(self.waiting[0])
+            if self.running and need + promised > self._unpinned and need_of == self.blocks.need_alone:
+                need_of = self.blocks.need  # what they share is looked up only where there is too little
+                promised = sum(map(need_of, [*prompts, *admitted]))
+                need = need_of(self.waiting[0])
+            if self.running and need + promised > self._unpinned:
                 self._trim()
-                if need + promised > self.pool.num_free - self.pool.num_pinned:
+                if need + promised > self._unpinned:
                     break
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for

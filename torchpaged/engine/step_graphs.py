@@ -16,6 +16,8 @@ from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.options import GeneratorOptions
 from torchpaged.graphs import PackedGraphRunner
+from torchpaged.graphs.buckets import bucket_for
+from torchpaged.graphs.capture import EagerCapture
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -82,6 +84,14 @@ class PrefillGraphs:
                 self.runner.capture()
             except CaptureError as error:
                 self._give_up(error)
+
+    def replays(self, num_reqs: int, num_tokens: int) -> bool:
+        """Whether a step of these sizes has its graph by now, at whose replay no Python runs."""
+        runner = self.runner
+        if runner is None or not runner.fits(num_reqs, num_tokens):
+            return False
+        is_eager = isinstance(runner.capture_backend, EagerCapture)
+        return not is_eager and runner.is_captured(bucket_for(runner.buckets, num_tokens))
 
     def bucket_for(self, num_reqs: int, num_tokens: int) -> int | None:
         """The bucket of a step of these sizes, captured; None if Python has to launch it.

@@ -15,7 +15,7 @@ next step computes the rest again. After an error the next steps find the reques
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 
@@ -155,7 +155,7 @@ class Stepper:
             with self.late.counted(), self._at_work(), named, torch.inference_mode():
                 self._step()
         except Exception as raised:
-            if self._lost is not Lost.NOTHING:  # it could not be taken back
+            if self._lost is not Lost.NOTHING or self._watch.is_due:  # it could not be taken back; the model
                 raise
             error = raised
         if error is not None or self._bisection is not None:
@@ -209,17 +209,17 @@ class Stepper:
         if self._owner.require():
             self.forget_prefixes("another Generator had the pools")
 
-    def look(self, request: bool = False) -> None:
+    def look(self, at: Callable[[ModelWatch], bool] = ModelWatch.look) -> None:
         """Forget what blocks hold if the model's weights changed, and refuse to replay graphs over another
         model.
 
         Args:
-            request: ahead of one of many requests, see `ModelWatch.at_request`.
+            at: `ModelWatch.look`, ``at_request`` or ``at_call``.
 
         Raises:
             ArgumentError: with the first thing that is not as the graphs were made with.
         """
-        self._forget(self._watch.at_request() if request else self._watch.look())
+        self._forget(at(self._watch))
 
     def _forget(self, changed: bool) -> None:
         if changed:
@@ -321,6 +321,8 @@ class Stepper:
             self._lost = Lost.ROWS
             decoding = loop.decoding() if self._mixes else []
             started = self._prefill(loop, plan, decoding)
+            self._lost = Lost.BLOCKS
+        self._watch.in_step()
         between = time.perf_counter()
         self._lost = Lost.ROWS
         # Who has just begun to decode does so in the pass over the next chunks, if there are any.
@@ -332,6 +334,8 @@ class Stepper:
     def _prefill(self, loop: DecodeLoop, plan: Schedule, decoding: list[Sequence]) -> bool:
         """One pass over the chunks and a token of each of ``decoding``; whether it gives tokens."""
         done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
+        if not self._packed.replays(plan.chunks, decoding):
+            self._watch.in_step()
         logits = self._packed.prefill(plan.chunks, decoding)
         self.stats.add_pass(bool(decoding))
         self._lost = Lost.BLOCKS

@@ -6,12 +6,10 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-#: Where to and from, as addresses, and bytes.
-Copy: TypeAlias = tuple[int, int, int]
 #: CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream.
 _IN_STREAM_ORDER = 1
 
@@ -38,14 +36,19 @@ def can_copy_many() -> bool:
     return _call() is not None
 
 
-def copy_many(copies: Sequence[Copy], stream: int) -> None:
-    """Start ``copies``, in any order among each other, on ``stream``, none of which is the default one.
+def copy_many(to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+    """Start copies, in any order among each other, on ``stream``, none of which is the default one.
 
     torch's allocators do not learn of them: who calls this keeps the memory.
+
+    Args:
+        to, source: addresses.
+        sizes: bytes.
+        stream: a stream's handle.
     """
-    columns = [array("Q", column) for column in zip(*copies, strict=True)]
+    columns = [array("Q", column) for column in (to, source, sizes)]
     pointers = [ctypes.c_void_p(column.buffer_info()[0]) for column in columns]
-    count, one, first = ctypes.c_size_t(len(copies)), ctypes.c_size_t(1), ctypes.c_size_t(0)
+    count, one, first = ctypes.c_size_t(len(sizes)), ctypes.c_size_t(1), ctypes.c_size_t(0)
     how = ctypes.byref(_Attributes(_IN_STREAM_ORDER))
     error = _call()(*pointers, count, how, ctypes.byref(first), one, ctypes.c_void_p(stream))
     if error:

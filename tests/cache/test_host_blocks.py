@@ -110,7 +110,7 @@ def test_all_slots_are_one_call_of_the_driver(out: bool, monkeypatch: pytest.Mon
 def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_copies, "_call", lambda: lambda *given: 1)
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed: 1"):
-        many_copies.copy_many([(1, 2, 3)], 0)
+        many_copies.copy_many([1], [2], [3], 0)
 
 
 def test_rates_are_measured_and_the_null_block_stays() -> None:

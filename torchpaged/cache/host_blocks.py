@@ -13,7 +13,9 @@ once what `swap_in` read of it has arrived. On a CPU they are plain copies.
 
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.cache.kv_cache import PagedKVCache
-from torchpaged.custom_ops.block_ops.many_copies import Copy, can_copy_many, copy_many
+from torchpaged.custom_ops.block_ops.many_copies import can_copy_many, copy_many
 from torchpaged.custom_ops.block_ops.packing import BlockPacking
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
@@ -218,20 +220,21 @@ class _Memory:
                 for _ in range(memory_budget // piece)
             ]
         self.num_slots = len(self.pieces) * self._rows
-        self._row_bytes, self._addresses = row_bytes, [piece.data_ptr() for piece in self.pieces]
+        self._row_bytes, places = row_bytes, range(0, self._rows * row_bytes, row_bytes)
+        bases = [piece.data_ptr() for piece in self.pieces]
+        self._addresses = array("Q", [base + place for base in bases for place in places])  # of slots
 
     def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Of neighbouring slots: where in ``slots`` a run begins, and its memory ``[n, bytes]``."""
-        for start, piece, row, count in self._spans(slots):
-            yield start, self.pieces[piece][row : row + count]
+        for start, end in pairwise(self._edges(slots)):
+            piece, row = divmod(slots[start], self._rows)
+            yield start, self.pieces[piece][row : row + end - start]
 
-    def _spans(self, slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """The same, its memory as a piece, a row of it and how many."""
-        start = 0
-        for end in range(1, len(slots) + 1):
-            if end == len(slots) or slots[end] != slots[end - 1] + 1 or not slots[end] % self._rows:
-                yield start, *divmod(slots[start], self._rows), end - start
-                start = end
+    def _edges(self, slots: Sequence[int]) -> list[int]:
+        """Where in ``slots`` runs of neighbours in one piece begin; then their number."""
+        rows = self._rows
+        inner = [n for n, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1 or not b % rows]
+        return [0, *inner, len(slots)] if slots else []
 
     def copy(self, buffer: Tensor, slots: Sequence[int], out: bool, stream: torch.cuda.Stream) -> None:
         """Between the rows of ``buffer`` on a GPU and ``slots``."""
@@ -241,11 +244,11 @@ class _Memory:
                     rows = buffer[start : start + len(held)]
                     (held if out else rows).copy_(rows if out else held, non_blocking=True)
             return
-        copies, base, size = list[Copy](), buffer.data_ptr(), self._row_bytes
-        for start, piece, row, count in self._spans(slots):
-            here, there = base + start * size, self._addresses[piece] + row * size
-            copies.append((there, here, count * size) if out else (here, there, count * size))
-        copy_many(copies, stream.cuda_stream)
+        edges, base, size = self._edges(slots), buffer.data_ptr(), self._row_bytes
+        there = [self._addresses[slots[start]] for start in edges[:-1]]
+        here = [base + start * size for start in edges[:-1]]
+        sizes = [(end - start) * size for start, end in pairwise(edges)]
+        copy_many(there if out else here, here if out else there, sizes, stream.cuda_stream)
 
 
 def _tell_allocator(pieces: list[Tensor], streams: Sequence[torch.cuda.Stream], byte: Tensor) -> None:

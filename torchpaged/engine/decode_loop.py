@@ -143,6 +143,8 @@ class DecodeLoop(NotCopied):
         for sequence in sequences:
             sequence.steps_read -= 1
         self.launches.add(Launch(-1, tokens, list(sequences), 1, decodes, records))
+        for sequence in sequences[decodes:]:
+            sequence.list_prompt()
 
     def reset(self) -> None:
         """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits

@@ -117,6 +117,7 @@ class Sequence:
         has_room_until: ``step_count.most`` up to which its blocks hold the next step; -1: it was not looked
             at since it has a row, or since blocks were taken from it.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
+        prompt_ids: ``prompt`` as a list, once it is made (`list_prompt`).
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
         arrival: of blocks on their way from the host; None: none is.
@@ -136,6 +137,7 @@ class Sequence:
     spoke: float | None = None
     ended: float | None = None
     logits_words: tuple[int, ...] = ()
+    prompt_ids: list[int] | None = None
     tokens: "array[int]" = field(init=False)
     log: EventLog = field(init=False)
     taken: int = 0
@@ -205,11 +207,17 @@ class Sequence:
         event = self.log[index]
         return event if event.finish_reason is None else replace(event, times=self._times())
 
+    def list_prompt(self) -> None:
+        """Make the list of ids for `result` now, if one token more ends the request: between the launch and
+        that token the host has nothing else to do."""
+        if len(self.tokens) + 1 >= self.max_len:
+            self.prompt_ids = self.prompt.tolist()
+
     def result(self) -> RequestOutput:
         """What the caller gets."""
         return RequestOutput(
             self.request_id,
-            self.prompt.tolist(),
+            self.prompt.tolist() if self.prompt_ids is None else self.prompt_ids,
             self.output,
             self.text,
             self.finish_reason or "cancelled",

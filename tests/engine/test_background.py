@@ -4,6 +4,7 @@ reaches all who wait, and nothing ever hangs."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import os
@@ -170,6 +171,31 @@ def test_an_end_of_the_process_in_a_step_reaches_all_who_wait(
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 
 
+def test_a_step_that_raises_before_its_caller_waits(llama: Any, want: list[list[int]]) -> None:
+    """As soon as the lock is free behind the submission: generate() raises it all the same."""
+    raised, caller = threading.Event(), threading.current_thread()
+
+    def fail(call: int) -> None:
+        if not raised.is_set():
+            raised.set()
+            raise SystemExit("boom")
+
+    with engine(llama, graphs=False).start() as generator, Fault(llama, fail):
+        entered = generator._calls.entered
+
+        @contextlib.contextmanager
+        def late(**options: Any) -> Iterator[None]:
+            with entered(**options):
+                yield
+            assert threading.current_thread() is not caller or raised.wait(60)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generator._calls, "entered", late)
+            with pytest.raises(TorchpagedError, match="boom"):
+                generator.generate(PROMPTS, EACH)
+        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
 def test_errors_at_random_steps_hang_nobody(llama: Any, want: list[list[int]]) -> None:
     draw, lock = random.Random(0), threading.Lock()
 
@@ -223,20 +249,27 @@ def test_a_loop_that_can_not_repair_a_step_ends(llama: Any, monkeypatch: pytest.
                 generator.generate([PROMPTS[0]], LONG)
         background = generator._calls.background
         if background is not None:
-            background.join(20)
+            background.join(60)
         assert generator._calls.background is None
         assert len(generator.generate([PROMPTS[0]], LONG)[0].token_ids) == 50
         assert len(generator.start().generate([PROMPTS[0]], LONG)[0].token_ids) == 50
 
 
 def test_ctrl_c_in_a_caller_leaves_the_loop_running(llama: Any, want: list[list[int]]) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    """It comes in the middle of a step, while the caller waits for requests that have not begun."""
+    before, caller = signal.signal(signal.SIGINT, signal.default_int_handler), threading.get_ident()
     try:
-        with engine(llama, graphs=False).start() as generator, Fault(llama, lambda call: time.sleep(0.005)):
-            other = generator.submit(PROMPTS[2], EACH[2])
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
+        with engine(llama, graphs=False).start() as generator:
+            other, background = generator.submit(PROMPTS[2], EACH[2]), generator._calls.background
+            assert background is not None
+            sent = threading.Event()
+
+            def interrupt(call: int) -> None:
+                if background._followers and generator.scheduler.waiting and not sent.is_set():
+                    sent.set()
+                    signal.pthread_kill(caller, signal.SIGINT)
+
+            with Fault(llama, interrupt), pytest.raises(KeyboardInterrupt):
                 while True:
                     generator.generate([PROMPTS[1]] * 8, LONG)
             assert tokens_of(generator.stream([other])) == want[2]
@@ -289,7 +322,7 @@ def test_a_generator_that_is_dropped_ends_its_thread_behind_its_streams(
     assert tokens_of(fresh) == want[1]
     assert asyncio.run(rest(events)) == want[2]
     del events
-    background.join(20)
+    background.join(60)
     assert not background._thread.is_alive()  # type: ignore[attr-defined]
     llama.set_attn_implementation("eager")
 
@@ -316,9 +349,10 @@ def test_a_forked_process_is_refused_by_name(llama: Any, want: list[list[int]]) 
         stepping.set()
         forked.wait(60)
 
-    with engine(llama, graphs=False).start() as generator, Fault(llama, hold):
+    with engine(llama, graphs=False) as generator, Fault(llama, hold):
         open_request, request = (generator.submit(PROMPTS[0], EACH[0]) for _ in range(2))
         stream = generator.stream([open_request])
+        generator.start()
         assert stepping.wait(60)
         calls = {
             name: functools.partial(call, generator, stream, request)
@@ -412,12 +446,15 @@ def test_tasks_wait_side_by_side(started: Generator, want: list[list[int]]) -> N
 
 
 def test_two_tasks_one_of_which_is_cancelled(started: Generator, want: list[list[int]]) -> None:
+    async def cancels_itself() -> None:
+        task, request = asyncio.current_task(), await asyncio.to_thread(started.submit, PROMPTS[0], LONG)
+        assert task is not None
+        async for _event in started.events(request):
+            task.cancel()  # where it waits next
+
     async def main() -> list[int]:
-        first = asyncio.create_task(listen(started, PROMPTS[0], LONG))
+        first = asyncio.create_task(cancels_itself())
         second = asyncio.create_task(listen(started, PROMPTS[2], EACH[2]))
-        while not started.stats.new_tokens:
-            await asyncio.sleep(0.001)
-        first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         return await second

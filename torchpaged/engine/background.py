@@ -167,11 +167,15 @@ class BackgroundLoop:
         with self._calls.entered(if_closed=not request_ids):
             if request_ids:
                 self._calls.claim(request_ids, inbox)
-            if self._stopping and inbox.live:
-                self._calls.require_open()
-                raise TorchpagedError("the background loop has ended, by an error; start() it again")
-            self._followers[inbox] = follower
-            self.deliver()
+            self._register(inbox, follower)
+
+    def _register(self, inbox: Inbox, follower: _Follower) -> None:
+        """As `_add`, of requests that have their owner; the caller holds the lock."""
+        if self._stopping and inbox.live:
+            self._calls.require_open()
+            raise TorchpagedError("the background loop has ended, by an error; start() it again")
+        self._followers[inbox] = follower
+        self.deliver()
 
     def follow(self, inbox: Inbox) -> Iterator[TokenEvent]:
         """Events of ``inbox`` until its requests have ended.
@@ -187,11 +191,12 @@ class BackgroundLoop:
             events, more = _read(news.get())
             yield from events
 
-    def wait(self, inbox: Inbox) -> None:
-        """Until the requests of ``inbox`` have ended. Raises as `follow`."""
+    def waiter(self, inbox: Inbox) -> Callable[[], object]:
+        """What waits until the requests of ``inbox`` have ended, and raises as `follow`. The caller holds the
+        lock: a step that raises as soon as it is free is one of those that are waited for."""
         news: SimpleQueue[_News] = SimpleQueue()
-        self._add(inbox, _Follower(news.put, False))
-        _read(news.get())
+        self._register(inbox, _Follower(news.put, False))
+        return lambda: _read(news.get())
 
     async def events(self, request_id: int, owner: object) -> AsyncIterator[TokenEvent]:
         """Events of one submitted request, which is cancelled if the iteration breaks off. Raises as

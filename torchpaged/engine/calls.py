@@ -47,8 +47,8 @@ class Background(Protocol):
     def follow(self, inbox: Inbox) -> Iterator[TokenEvent]:
         """Events until all requests of ``inbox`` have ended."""
 
-    def wait(self, inbox: Inbox) -> None:
-        """Until they have ended."""
+    def waiter(self, inbox: Inbox) -> Callable[[], object]:
+        """What waits until they have ended; the caller holds the lock."""
 
     def events(self, request_id: int, owner: object) -> AsyncIterator[TokenEvent]:
         """Of one request, for asyncio."""
@@ -273,15 +273,20 @@ class Calls:
         self.lock.give_way()
         return handed
 
+    def waiter(self, inbox: Inbox) -> Callable[[], object]:
+        """What waits for a background loop to end the requests of ``inbox``; without one it does nothing. The
+        caller holds the lock, since it queued them: a step in between could raise unseen."""
+        return (lambda: None) if self.background is None else self.background.waiter(inbox)
+
     def advance(self, inbox: Inbox) -> None:
         """One step, unless another thread has ended all requests of ``inbox``; a background loop does them
         all."""
-        if self.background is not None:
-            return self.background.wait(inbox)
         with self.entered(if_closed=True):
-            if inbox.live:
+            wait = self.waiter(inbox)
+            if self.background is None and inbox.live:
                 self.require_open()
                 self.stepper.step()
+        wait()
         self.lock.give_way()
 
     def leave(self, requests: list[Sequence] | Inbox, now: bool = True) -> None:

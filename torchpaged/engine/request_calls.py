@@ -138,6 +138,8 @@ class RequestCalls:
                 sequences += [self._sequence(text, one, inbox) for text, one in samples]
                 for sequence in sequences:
                     self._stepper.add(sequence)
+                wait = self._calls.waiter(inbox)
+            wait()
             while inbox.live:
                 self._calls.advance(inbox)
         except BaseException:

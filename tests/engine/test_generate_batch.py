@@ -157,7 +157,7 @@ def test_sampling() -> None:
     sampling = greedy(do_sample=True, top_k=1, num_return_sequences=2)
     with model.continuous_batching_context_manager(sampling) as manager:
         names = manager.add_requests(PROMPTS, max_new_tokens=NEW)
-        outputs = [manager.get_result(timeout=10) for _ in range(2 * len(PROMPTS))]
+        outputs = [manager.get_result(timeout=60) for _ in range(2 * len(PROMPTS))]
     found = {output.request_id: output.generated_tokens for output in outputs}
     for name, row in zip(names, eager("mamba2"), strict=True):
         assert [found[name], found[f"{name}__child#0"]] == [row, row]
@@ -188,7 +188,7 @@ def test_a_manager_of_the_callers() -> None:
         last = manager.add_request(PROMPTS[2], max_new_tokens=NEW, **top)
         found: dict[str, GenerationOutput] = {}
         while last not in found:
-            output = manager.get_result(timeout=10)
+            output = manager.get_result(timeout=60)
             assert output is not None
             found[output.request_id] = output
         for name in (*(f"{name} prompt" for name in wrong), "kwargs"):
@@ -197,6 +197,24 @@ def test_a_manager_of_the_callers() -> None:
         assert found[last].generated_tokens == want[2]
         assert set(found) == {last, "kwargs", *(f"{name} prompt" for name in wrong)}
         assert not manager.batch_processor.has_pending_requests()
+
+
+def test_a_cancellation_right_behind_its_request_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come between the loop's looks at the two queues."""
+    manager = make("mamba2").init_continuous_batching(greedy())
+    taken, empty = [], manager.input_queue.empty
+
+    def empty_then_both() -> bool:
+        is_empty = empty()
+        if is_empty and not taken:
+            taken.append(manager.add_request(PROMPTS[0]))
+            manager.cancel_request(taken[0])
+        return is_empty
+
+    monkeypatch.setattr(manager.input_queue, "empty", empty_then_both)
+    assert not manager.batch_processor.prepare_next_batch()
+    assert taken
+    assert not manager.batch_processor.prepare_next_batch()
 
 
 def test_an_error_of_a_step_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:

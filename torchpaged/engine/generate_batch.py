@@ -10,6 +10,7 @@ and the steps, is one over a `Generator` here, with the methods that the manager
 
 import random
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -171,10 +172,11 @@ class EngineBatches:
             return False
         if hasattr(status, "is_pause_requested") and status.is_pause_requested():  # not in transformers 5.17
             status.pause_and_wait()
-        while not self._input.empty():
-            self._add(self._input.get_nowait())
-        while not self._cancel.empty():
-            self._drop(self._cancel.get_nowait())
+        cancelled = list(_emptied(self._cancel))  # first: of each of these the request has come, too
+        for state in _emptied(self._input):
+            self._add(state)
+        for name in cancelled:
+            self._drop(name)
         return bool(self._states)
 
     def _generation_step(self, model: Any) -> None:
@@ -277,6 +279,12 @@ class EngineBatches:
         if event.finish_reason is not None and state.status != RequestStatus.FINISHED:
             state.status = RequestStatus.FAILED
             state.error = str(event.error or f"no room for further tokens ({event.finish_reason})")
+
+
+def _emptied(queue: Any) -> Iterator[Any]:
+    """What is in a queue; this thread alone takes from it."""
+    while not queue.empty():
+        yield queue.get_nowait()
 
 
 def _sampling(config: Any, processors: Any, return_logprobs: bool) -> SamplingParams:

@@ -2,11 +2,11 @@
 every fault of a disk."""
 
 import errno
+import itertools
 import logging
 import os
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchpaged import ArgumentError
 from torchpaged.cache.disk_blocks import DiskBlocks
 from torchpaged.cache.disk_tier import DiskTier
 
-pytestmark = pytest.mark.timeout(60)  # a hang is a failure
+pytestmark = pytest.mark.timeout(240)  # a hang is a failure
 
 
 def tier(engine: TieredEngine) -> DiskTier:
@@ -185,7 +185,7 @@ def test_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             engine.run(text)
             settle(engine)
         gate.clear()
-        monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(20) and read(*a))
+        monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(60) and read(*a))
         waiting, other = engine.prefixes.text(TEXTS[0]), engine.prefixes.text(TEXTS[0])
         blocks = waiting.take()
         assert blocks is not None
@@ -217,7 +217,7 @@ def test_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_forgotten_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, read = on_disk(tmp_path), DiskBlocks._read_row
     gate = threading.Event()
-    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(20) and read(*a))
+    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(60) and read(*a))
     text = engine.prefixes.text(TEXTS[0])
     blocks = text.take()
     assert blocks is not None
@@ -271,13 +271,14 @@ def test_a_disk_that_was_slow_for_a_while_is_tried_again(tmp_path: Path) -> None
 
 def test_what_waits_behind_other_reads_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two hits is worth it, the second behind it is not; nor is the time until somebody asks
-    taken for the disk's."""
+    taken for the disk's. By a clock that each look moves on."""
     engine, read = on_disk(tmp_path), DiskBlocks._read_row
     disk = tier(engine)
     rate = disk.disk.in_rate = 10 * disk.blocks.bytes_per_block
     disk.blocks.in_rate, disk.recompute_seconds = 1e12, lambda: 0.15 / SIZE
-    gate = threading.Event()
-    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(20) and read(*a))
+    gate, ticks = threading.Event(), itertools.count()
+    monkeypatch.setattr("torchpaged.cache.disk_blocks.time.perf_counter", lambda: next(ticks) * 1e-3)
+    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(60) and read(*a))
     keys = list(disk._on_disk)
     cold = [key for key in keys if disk._is_cold(key)]
     assert len(cold) >= 8
@@ -287,13 +288,12 @@ def test_what_waits_behind_other_reads_takes_longer(tmp_path: Path, monkeypatch:
     assert disk.worth_loading(second, SIZE) == 0
     assert disk.disk.in_rate > rate
     gate.set()
-    while not arrival.ready():
-        time.sleep(0.001)
+    arrival.wait()
     assert disk.worth_loading(second, SIZE) == 4
     one: Any = disk.disk.read([(0, disk.blocks.row(0))], [0], lambda: None)
     one.wait()
     seconds = one.seconds
-    time.sleep(0.02)
+    next(ticks)
     assert 0 < one.seconds == seconds
     engine.cache.pool.free(first)
 

@@ -3,6 +3,7 @@ requests go on to the same tokens."""
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -39,7 +40,7 @@ def ctrl_c() -> Iterator[None]:
 
 class Interrupt:
     """Raises SIGINT ``times`` times at the n-th line of the traced files that runs while it is on; ``None``:
-    counts them."""
+    counts them. The garbage collector, which may close an earlier engine in these files, waits."""
 
     def __init__(self, at: int | None, times: int = 1) -> None:
         self.at, self.times, self.count = at, times, 0
@@ -58,11 +59,13 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         self.before = sys.gettrace()
+        gc.disable()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self.before)
+        gc.enable()
 
 
 def make(model: Any) -> Generator:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import linecache
 import pickle
 import random
@@ -146,7 +147,8 @@ def test_a_generator_is_not_copied(faulty: Any, copied: Any) -> None:
 
 # ----------------------------------------------------------------------------------------- anything, anywhere
 class Interrupt:
-    """SIGINT at the n-th line that runs in the engine's own files; n = 0 only counts."""
+    """SIGINT at the n-th line that runs in the engine's own files; n = 0 only counts. The garbage collector,
+    which may close an earlier engine in the same files, waits."""
 
     def __init__(self, at: int = 0, files: tuple[str, ...] = OF_THE_ENGINE) -> None:
         self.at, self.lines, self.where, self._files, self._before = at, 0, "", files, sys.gettrace()
@@ -168,11 +170,13 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         # a process that runs tests may ignore it
         self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.disable()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
+        gc.enable()
         signal.signal(signal.SIGINT, self._handler)
 
 

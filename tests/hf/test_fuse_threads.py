@@ -2,50 +2,50 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from fused_models import build
+from many_threads import in_threads
 
+from torchpaged import TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.fuse.layers import LayerPlan
 from torchpaged.hf import PagedCache, fuse
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPTS = [list(range(3, 9)), list(range(30, 50))]
 
 
 @pytest.fixture
 def halfway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any], Callable[[], Any]], list[Any]]:
-    """Run the first function, and the second in another thread while a fused layer of the first is under
-    way; the first goes on when the second is done, or waits for it."""
+    """Run two functions in threads, the second while a fused layer of the first is under way; the first goes
+    on when the second is done, or waits for it."""
 
     def both(first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
         plain, met, done = LayerPlan.feed, threading.Event(), threading.Event()
+        earlier, found = set[int](), dict[int, Any]()
 
         def feed(*args: Any) -> Any:
-            if threading.current_thread() is threading.main_thread() and not met.is_set():
+            if threading.get_ident() in earlier and not met.is_set():
                 met.set()
                 done.wait(0.5)
             return plain(*args)
 
-        def later() -> Any:
-            met.wait()
-            try:
-                return second()
-            finally:
-                done.set()
+        def begin() -> None:
+            earlier.add(threading.get_ident())
+            found[0] = first()
+
+        def follow() -> None:
+            assert met.wait(60)
+            found[1] = second()
+            done.set()
 
         monkeypatch.setattr(LayerPlan, "feed", feed)
-        with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(later)
-            try:
-                return [first(), other.result()]
-            finally:
-                met.set()
+        in_threads([begin, follow])
+        return [found[0], found[1]]
 
     return both
 
@@ -95,7 +95,7 @@ def test_forwards_that_wait_for_each_other_are_refused() -> None:
         def called(*_: Any) -> None:
             if threading.get_ident() not in inside:
                 inside.add(threading.get_ident())
-                both.wait()
+                both.wait(60)
                 run(other)
 
         return called
@@ -105,13 +105,18 @@ def test_forwards_that_wait_for_each_other_are_refused() -> None:
     want = run(one)
     for model, other in ((one, two), (two, one)):
         model.get_decoder().layers[0].register_forward_hook(hook(other))
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(run, model) for model in (one, two)]
-        errors = [each.exception() for each in found]
-    [error] = [error for error in errors if error is not None]
+    right, errors = list[Any](), list[TorchpagedError]()
+
+    def tried(model: Any) -> None:
+        try:
+            right.append(run(model))
+        except TorchpagedError as error:
+            errors.append(error)
+
+    in_threads([lambda m=model: tried(m) for model in (one, two)])  # type: ignore[misc]
+    [error], [logits] = errors, right
     assert "each other" in str(error)
-    [right] = [each.result() for each in found if each.exception() is None]
-    assert torch.equal(right, want)
+    assert torch.equal(logits, want)
 
 
 @pytest.mark.parametrize("paged", [True, False])

@@ -85,7 +85,7 @@ class HostProgram:
             (folder / name).write_text(header)
         (folder / "main.cpp").write_text(text)
         command = ["g++", "-std=c++17", "-O1", *options, "main.cpp", "-o", "main"]
-        subprocess.run(command, cwd=folder, check=True, timeout=120)
+        subprocess.run(command, cwd=folder, check=True, timeout=300)
         self._path = folder / "main"
 
     def __call__(self, *arguments: int, given: str = "") -> str:

@@ -11,14 +11,14 @@ def said_in_a_child(
     calls: Mapping[str, Callable[[], Any]], once_forked: Callable[[], Any] = lambda: None
 ) -> dict[str, str]:
     """What each of ``calls`` raises in a child that is forked now, "nothing" where it returns. A hang ends
-    after 20 seconds, and fails. ``once_forked`` is called in the parent, before it waits."""
+    after 60 seconds, and fails. ``once_forked`` is called in the parent, before it waits."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads
         child = os.fork()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
+        signal.alarm(60)
         for name, call in calls.items():
             try:
                 call()

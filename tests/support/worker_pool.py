@@ -103,11 +103,21 @@ class _Worker:
     def last_words(self) -> str:
         return self.stderr.read_bytes()[-4000:].decode(errors="replace")
 
+    def _ask_for_stack(self) -> None:
+        """Have it write its stack to stderr: all is there when nothing more comes. Ten seconds at most."""
+        before = size = self.stderr.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            time.sleep(0.3)
+            size, last = self.stderr.stat().st_size, size
+            if size == last > before:
+                return
+
     def kill(self, with_stack: bool = False) -> None:
         """End the process and those that it started, a compiler's perhaps: they are a group of their own."""
         if with_stack and self.ready and self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)
-            time.sleep(0.3)
+            self._ask_for_stack()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):

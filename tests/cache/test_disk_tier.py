@@ -17,7 +17,7 @@ from torchpaged import ArgumentError
 from torchpaged.cache.disk_blocks import DiskBlocks
 from torchpaged.cache.disk_tier import DiskTier
 
-pytestmark = pytest.mark.timeout(240)  # a hang is a failure
+pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 
 
 def tier(engine: TieredEngine) -> DiskTier:

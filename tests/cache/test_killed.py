@@ -10,7 +10,7 @@ from tiered_engine import TieredEngine
 
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 
-pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 TEXTS = [list(range(100 * i, 100 * i + 17)) for i in range(6)]
 #: Half of a write, a word to the parent, and no end.
 HALF = """

@@ -30,7 +30,7 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.calls import NUM_UNREAD
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 ENGINES = {**WAYS, "few blocks": {"num_blocks": 20}}
 
 
@@ -424,7 +424,7 @@ generator = Generator(model, max_batch_size=2, max_seq_len=256, compile=False).s
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert ("read" in done.stdout) == (case == "another thread waits")

@@ -20,7 +20,7 @@ from torchpaged.engine import SamplingParams
 from torchpaged.engine.prompts import prompt_ids
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 
 
 INTEGERS = [

@@ -10,7 +10,7 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.outputs import BOUNDS, LatencyHistogram
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 SAMPLE = re.compile(r'[a-z_]+(\{(le|reason)="([^"\\\n]|\\[\\"n])+"\})? [\d.e+-]+')
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="starlette is not installed")
 testclient = pytest.importorskip(
     "starlette.testclient", reason="its client is not installed", exc_type=Exception
 )
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 

@@ -24,7 +24,7 @@ from torchpaged.engine import Generator
 from torchpaged.engine.call_lock import CallLock
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)

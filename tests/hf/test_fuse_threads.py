@@ -14,7 +14,7 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.fuse.layers import LayerPlan
 from torchpaged.hf import PagedCache, fuse
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPTS = [list(range(3, 9)), list(range(30, 50))]
 

@@ -154,7 +154,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_killed_worker_takes_what_it_started_along(planted: dict[str, str]) -> None:
     with WorkerPool("planted:phases", limits={"running": 0.5}, environment=planted) as pool:
         (outcome,) = pool.run([{"child": True, "phases": [("running", 600)]}])

@@ -51,6 +51,7 @@ PARTS = {
 }
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
 @pytest.mark.parametrize("chosen", ["not slow or quick", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", PARTS)
@@ -67,7 +68,7 @@ def test_kernels_in_the_interpreter(interpreter: None, part: str, chosen: str) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1450,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -18,8 +18,7 @@ from torchpaged.custom_ops import BACKEND_OPS, native_status
 MAX_TOKENS = 32
 #: Numbers of a weight, at least: below, a call of an op costs more than is saved.
 MIN_NUMBERS = 1 << 18
-#: In bfloat16 torch's products of several tokens are faster, as processors multiply these numbers.
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def forward(self: Any, input: Tensor) -> Tensor:

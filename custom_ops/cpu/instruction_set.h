@@ -1,5 +1,8 @@
 // Which kernels this processor runs. Only for units that are compiled for every processor.
 #pragma once
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace torchpaged {
 
@@ -17,6 +20,30 @@ inline int instruction_level() {
   return level;
 #else
   return 0;
+#endif
+}
+
+#if defined(__x86_64__)
+// Whether AVX-512 multiplies pairs of bf16.
+inline bool has_bf16_products() {
+  static const bool has = instruction_level() == 2 && __builtin_cpu_supports("avx512bf16");
+  return has;
+}
+#endif
+
+// Whether an AVX-512 instruction takes units of 256 bits twice, as in a Zen 4.
+inline bool has_half_width_units() {
+#if defined(__x86_64__)
+  static const bool has = [] {
+    constexpr unsigned ZEN_4 = 0x19;  // family, Zen 3's too
+    unsigned a = 0, b, c, d;
+    __get_cpuid(1, &a, &b, &c, &d);
+    const unsigned family = (a >> 8 & 15) + (a >> 20 & 255);
+    return instruction_level() == 2 && __builtin_cpu_is("amd") && family == ZEN_4;
+  }();
+  return has;
+#else
+  return false;
 #endif
 }
 

@@ -13,14 +13,38 @@ namespace {
 
 using namespace torchpaged;
 
-// 64 bytes of numbers; compilers make as many registers of them as an instruction set needs.
-template <typename A> struct Wide;
-template <> struct Wide<float> {
-  typedef float type __attribute__((vector_size(64), aligned(4), may_alias));
+// 64 bytes of numbers. A vector that is larger than a register GCC keeps in memory: there they are several.
+#if VEC_WIDTH == 16
+template <typename A> struct Wide {
+  typedef A type __attribute__((vector_size(64), aligned(sizeof(A)), may_alias));
 };
-template <> struct Wide<double> {
-  typedef double type __attribute__((vector_size(64), aligned(8), may_alias));
+#else
+template <typename A> struct __attribute__((may_alias)) Parts {
+  typedef A Part __attribute__((vector_size(VEC_WIDTH * 4), aligned(sizeof(A)), may_alias));
+  static constexpr int COUNT = 16 / VEC_WIDTH;
+  Part parts[COUNT];
+
+  template <typename F> static inline __attribute__((always_inline)) Parts of(const F& part) {
+    Parts made;
+#pragma GCC unroll 4
+    for (int i = 0; i < COUNT; ++i) made.parts[i] = part(i);
+    return made;
+  }
+#define PARTS(declared, expression) \
+  inline __attribute__((always_inline)) declared { return of([&](int i) { return expression; }); }
+  PARTS(Parts operator+(const Parts& x) const, parts[i] + x.parts[i])
+  PARTS(Parts operator-(const Parts& x) const, parts[i] - x.parts[i])
+  PARTS(Parts operator*(const Parts& x) const, parts[i] * x.parts[i])
+  PARTS(Parts operator*(A x) const, parts[i] * x)
+  PARTS(friend Parts operator*(A x, const Parts& y), y.parts[i] * x)
+  PARTS(friend Parts operator+(A x, const Parts& y), y.parts[i] + x)
+#undef PARTS
+  Parts& operator+=(const Parts& x) { return *this = *this + x; }
+  Parts& operator-=(const Parts& x) { return *this = *this - x; }
+  Parts& operator*=(A x) { return *this = *this * x; }
 };
+template <typename A> struct Wide { typedef Parts<A> type; };
+#endif
 template <typename A> using W = typename Wide<A>::type;
 template <typename A> constexpr int64_t LANES = 64 / sizeof(A);
 template <typename A> constexpr int64_t TILE = 4 * LANES<A>;  // value columns whose sums stay in registers

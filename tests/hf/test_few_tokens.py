@@ -37,7 +37,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 5), (0, 1), (MAX_TOKENS, 1)], ids=str)
 def test_is_as_near_as_torchs(shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
     module, x = given(dtype, bias=bias), tokens(*shape, dtype=dtype)
@@ -82,7 +82,7 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     module(tokens(2)).sum().backward()
     assert module.weight.grad is not None
     with torch.no_grad():
-        assert module.bfloat16()(tokens(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert module.double()(tokens(2, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_which_modules() -> None:
@@ -91,7 +91,7 @@ def test_which_modules() -> None:
 
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS)) is not None
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS - 1)) is None
-    assert of_few_tokens(nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)) is None
+    assert of_few_tokens(nn.Linear(COLUMNS, ROWS, dtype=torch.float64)) is None
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS, device="meta")) is None
     assert of_few_tokens(Other(COLUMNS, ROWS)) is None
     module = given()
@@ -118,6 +118,8 @@ def test_they_come_and_go() -> None:
     fuse(model)
     assert torch.equal(model.generate(ids, **call, past_key_values=PagedCache(model.config, 1, 16)), want)
     unfuse(model)
+    assert takes_few_tokens(model.lm_head)
+    assert "forward" in vars(model.lm_head)
     detach(model)
     assert not any("forward" in vars(module) for module in linears)
     attach(model)

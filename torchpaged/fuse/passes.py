@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
-from torchpaged.few_tokens import takes_few_tokens
+from torchpaged.few_tokens import of_few_tokens, takes_few_tokens
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.families import ARCHITECTURES, WITHIN
@@ -33,12 +33,12 @@ from torchpaged.fuse.report import FusionReport, count_launches
 from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS
-from torchpaged.hf.attached import drop
+from torchpaged.hf.attached import drop, put_in
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.model_classes import unwrapped
 from torchpaged.hf.packed_mixers import pack_mixer
 from torchpaged.hf.row_refusals import require_new
-from torchpaged.hf.switch import unpack_mixers
+from torchpaged.hf.switch import is_attached, unpack_mixers
 from torchpaged.model_state import MOVES, ModelState
 
 
@@ -270,6 +270,8 @@ def unfuse(model: PreTrainedModel) -> None:
     for module, name, _ in fusion.changed:
         delattr(module, name)
     unpack_mixers(unwrapped(model), fusion.packed)
+    if is_attached(unwrapped(model)):
+        put_in({module: of_few_tokens(module) for module, *_ in fusion.changed})
     for handle in fusion.handles:
         handle.remove()
     with torch.no_grad():

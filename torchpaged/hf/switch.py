@@ -136,6 +136,11 @@ def unpack_mixers(model: Any, mixers: list[Any]) -> None:
         unpack_mixer(mixer)
 
 
+def is_attached(model: PreTrainedModel) -> bool:
+    """Whether `attach` has changed it, and `detach` has not changed it back."""
+    return hasattr(model, _BEFORE)
+
+
 def _reach_copies(model: PreTrainedModel) -> None:
     """Switch parts that have a copy of the model's config, as T5's stacks: transformers 5.17 takes them for
     the model itself, and passes them by."""

@@ -41,8 +41,7 @@ Kernels choose(Dtype dtype) {
   if (amx) return kernels_amx(dtype);
 #endif
 #if defined(TORCHPAGED_AVX512_BF16)
-  static const bool products = level == 2 && __builtin_cpu_supports("avx512bf16");
-  if (products) return kernels_avx512_bf16(dtype);
+  if (has_bf16_products()) return kernels_avx512_bf16(dtype);
 #endif
   if (level == 2) return kernels_avx512(dtype);
   if (level == 1) return kernels_avx2(dtype);

@@ -8,7 +8,7 @@
 namespace torchpaged {
 namespace {
 
-constexpr int64_t PIECE = 64;           // rows of a weight
+constexpr int64_t PIECE = 48;               // rows of a weight
 constexpr int64_t KEPT = int64_t(1) << 22;  // bytes of memory that a thread keeps for its next call
 
 Gate gate_of(const std::string& activation) {
@@ -18,6 +18,13 @@ Gate gate_of(const std::string& activation) {
   STD_TORCH_CHECK(activation == "gelu", "activation: expected one of none, silu, gelu_tanh, gelu, got '",
                   activation, "'");
   return Gate::Gelu;
+}
+
+LinearKernels choose(const Linear& p) {
+#if defined(TORCHPAGED_AVX512_BF16)
+  if (p.weight.dtype == Number::BFloat16 && has_bf16_products()) return linear_kernels_avx512_bf16();
+#endif
+  return TORCHPAGED_BEST(linear_kernels)(p.x.dtype == Number::Double);
 }
 
 }  // namespace
@@ -56,9 +63,10 @@ void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std
   if (!p.tokens || !p.outputs) return;
   p.norm_eps = norm_eps; p.norm_offset = norm_offset;
   const bool is_double = p.x.dtype == Number::Double;
-  const LinearKernels kernels = TORCHPAGED_BEST(linear_kernels)(is_double);
+  p.ahead = p.tokens > 1 && has_half_width_units();
+  const LinearKernels kernels = choose(p);
   const int64_t packed = p.tokens * packed_size(p), size = is_double ? 8 : 4,
-                bytes = (packed + p.tokens * sums_size(p)) * size + 64;
+                bytes = (packed + p.tokens * p.outputs) * size + 64;
   static thread_local std::vector<char> kept;
   std::vector<char> own_memory;
   std::vector<char>& memory = bytes > KEPT ? own_memory : kept;

@@ -13,14 +13,13 @@ struct Linear {
   int64_t tokens, inputs, outputs;  // outputs: rows of the weight
   double norm_eps, norm_offset;
   Gate gate;
+  bool ahead;  // rows are asked for while those before them are multiplied
 };
 
-constexpr int64_t ROWS = 4;  // of a weight that are multiplied together
+constexpr int64_t ROWS = 3;  // of a weight that are multiplied together
 
-// Numbers of a token as `inputs` packs them: whole vectors.
-inline int64_t packed_size(const Linear& p) { return (p.inputs + 15) / 16 * 16; }
-// Numbers of a token's sums: whole groups of rows.
-inline int64_t sums_size(const Linear& p) { return (p.outputs + ROWS - 1) / ROWS * ROWS; }
+// Numbers of a token as `inputs` packs them: whole vectors of any dtype.
+inline int64_t packed_size(const Linear& p) { return (p.inputs + 31) / 32 * 32; }
 
 // Packs the inputs of all tokens; sums of rows [first, end) of the weight, `first` a multiple of ROWS, for
 // all tokens; results of tokens [first, end), whose sums change.
@@ -33,5 +32,6 @@ struct LinearKernels {
 LinearKernels linear_kernels_generic(bool is_double);
 LinearKernels linear_kernels_avx2(bool is_double);
 LinearKernels linear_kernels_avx512(bool is_double);
+LinearKernels linear_kernels_avx512_bf16();  // of weights of bf16
 
 }  // namespace torchpaged

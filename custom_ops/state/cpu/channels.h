@@ -83,24 +83,12 @@ void add_products(int64_t tokens, const A* w, int64_t stride, int64_t rows, cons
     for (int i = 0; i < 4; ++i) wide(y + t * pitch + i * LANES<A>) = sums[t][i];
 }
 
-// The same of one token and all `width` columns, in the order in which a weight lies in memory: many lines
-// are on their way where little is computed, and the other tokens find the rows in a cache.
+// The same of one token and all `width` columns, in the order in which a weight lies in memory: processors
+// fetch ahead by themselves where little is computed, and the other tokens find the rows in a cache.
 template <typename A>
 void add_first_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t width, A* y) {
   fetch_pages(w + rows * stride, rows * stride * sizeof(A));
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    const A *const a = w + r * stride, *const b = a + stride, *const c = b + stride, *const d = c + stride;
-    for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) {
-      W<A> sum = wide(y + i);
-      sum += x[r] * wide(a + i);
-      sum += x[r + 1] * wide(b + i);
-      sum += x[r + 2] * wide(c + i);
-      sum += x[r + 3] * wide(d + i);
-      wide(y + i) = sum;
-    }
-  }
-  for (; r < rows; ++r)
+  for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) wide(y + i) += x[r] * wide(w + r * stride + i);
 }
 

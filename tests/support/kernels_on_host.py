@@ -7,13 +7,12 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from cuda_sources import write_sources
 
-from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.cuda import gpu, specialised
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
 
@@ -89,24 +88,28 @@ def compiled(
     return ctypes.CDLL(str(library))
 
 
+#: Of a file: the header and the replaced ones of `compiled`.
+_STAND_INS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "delta_chunks.cu": ("state_on_host.h", ()),
+    "delta_pass.cu": ("delta_pass_on_host.h", ("bulk.cuh", "wgmma.cuh", "delta_pass_instructions.cuh")),
+    "index_logits.cu": ("sparse_on_host.h", ("wgmma.cuh", "logits_instructions.cuh")),
+}
+
+
 def launched_on_host(
-    monkeypatch: pytest.MonkeyPatch,
-    launcher: ModuleType,
-    folder: Path,
-    kernel: tuple[str, str, str, tuple[str, ...]],
-    cluster: Callable[[Any], int] = lambda spec: 1,
+    monkeypatch: pytest.MonkeyPatch, folder: Path, cluster: Callable[[Any], int] = lambda spec: 1
 ) -> None:
-    """``launcher`` gets kernels of the host, one per specialisation, in place of a GPU's. ``kernel``: its
-    file and name, and the header and replaced ones of `compiled`; ``cluster``: of a specialisation."""
+    """`custom_ops.cuda.specialised` launches kernels of the host, one per specialisation, in place of a
+    GPU's; ``cluster``: CTAs of one, of a specialisation. ``folder`` does not exist."""
     made: dict[Any, HostKernel] = {}
     folder.mkdir()
 
-    def specialised(_: int, spec: Any) -> HostKernel:
-        if spec not in made:
-            file, name, header, replaced = kernel
-            library = compiled(folder / str(len(made)), file, name, spec.config(), header, replaced)
-            made[spec] = HostKernel(library, cluster(spec))
-        return made[spec]
+    def kernel(file: str, name: str, spec: Any, _: int) -> HostKernel:
+        if (file, spec) not in made:
+            stand_ins = _STAND_INS.get(file, ("state_on_host.h", ("bulk.cuh",)))
+            library = compiled(folder / str(len(made)), file, name, spec.config(), *stand_ins)
+            made[file, spec] = HostKernel(library, cluster(spec))
+        return made[file, spec]
 
-    monkeypatch.setattr(launcher, "_specialised", specialised)
+    monkeypatch.setattr(specialised, "kernel", kernel)
     monkeypatch.setattr(gpu, "launches_early", lambda _: True)

@@ -11,23 +11,7 @@ from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.attention.cuda.call_params import call_params
 from torchpaged.custom_ops.cuda import gpu, jit
-
-_POINTER = ctypes.c_void_p
-
-
-class DecodeParams(ctypes.Structure):
-    """``struct Params`` of decode_params.cuh."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("q", "k", "v", "table", "seq_lens", "starts", "out", "lse")),
-        *((name, _POINTER) for name in ("slopes", "sinks", "k_scale", "v_scale", "part_acc", "part_state")),
-        ("semaphore", _POINTER),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "o_token", "o_head", "l_token", "l_head")),
-        ("table_row", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
-        *((name, ctypes.c_int) for name in ("num_reqs", "num_tokens", "ks_head", "vs_head")),
-        *((name, _POINTER) for name in ("tree", "output_scale")),
-    ]
+from torchpaged.custom_ops.cuda.params import struct_of
 
 
 def prepare(
@@ -56,9 +40,9 @@ def prepare(
     return launch, spec.num_kv_heads // shape.pair_heads
 
 
-def _params(call: AttentionCall, scratch: Tensor, part_numbers: int) -> DecodeParams:
+def _params(call: AttentionCall, scratch: Tensor, part_numbers: int) -> ctypes.Structure:
     assert call.semaphore is not None
-    return DecodeParams(
+    return struct_of("decode.cu")(
         **call_params(call),
         q=call.q.data_ptr(),
         k=call.k_cache.data_ptr(),

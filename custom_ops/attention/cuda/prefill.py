@@ -27,32 +27,8 @@ from torchpaged.custom_ops.attention.cuda.prefill_shape import (
 )
 from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_map, queries_map, refuse_layout
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
-
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-
-
-class Where(ctypes.Structure):
-    """``struct Where`` of prefill_params.cuh: `tensor_maps.Box.where`."""
-
-    _fields_ = [(name, _INT) for name in ("head_square", "head_group", "block_group")]
-
-
-class PrefillParams(ctypes.Structure):
-    """``struct Params`` of prefill_params.cuh."""
-
-    _fields_ = [
-        *((name, Map) for name in ("q", "k", "v")),
-        *((name, _POINTER) for name in ("out", "lse", "table", "seq_lens", "starts", "slopes", "sinks")),
-        *((name, _POINTER) for name in ("k_scale", "v_scale", "tickets", "partials", "clocks")),
-        *((name, ctypes.c_int64) for name in ("o_token", "o_head", "l_token", "l_head", "table_row")),
-        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
-        *((name, _INT) for name in ("num_reqs", "num_tokens", "num_blocks", "ticket_row")),
-        *((name, Where) for name in ("k_at", "v_at")),
-        *((name, _INT) for name in ("ks_head", "vs_head", "ctas", "late", "is_late")),
-        *((name, _POINTER) for name in ("tree", "order", "own_lse", "output_scale")),
-        ("_padding", ctypes.c_ubyte * 16),  # to a multiple of 64 bytes, as tensor maps are aligned
-    ]
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 
 
 class Suffixes(NamedTuple):
@@ -146,7 +122,7 @@ def prefill(
 
 def _params(
     call: AttentionCall, spec: Specialisation, shape: PrefillShape, suffixes: Suffixes | None
-) -> PrefillParams:
+) -> ctypes.Structure:
     """What the record says; the rest is the launch's."""
     q, semaphore = call.q, call.semaphore
     rows = shape.rows if suffixes is None else spec.group  # of a box: a tile, or a token
@@ -154,7 +130,7 @@ def _params(
         pool_map(pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride(), spec.fp8_queries)
         for pool in (call.k_cache, call.v_cache)
     )
-    return PrefillParams(
+    return struct_of("prefill.cu")(
         **call_params(call),
         q=queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), spec.group, rows),
         k=keys,

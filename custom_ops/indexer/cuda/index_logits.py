@@ -3,40 +3,26 @@ by the Triton kernel."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu, specialised
 from torchpaged.custom_ops.cuda.config import Config
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import hopper_or_triton, not_hopper, unaligned
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.check import check_index_logits
 from torchpaged.custom_ops.indexer.cuda.constants import LOGITS
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 TILE, WIDTH = 64, 128
 MAX_HEADS, MAX_TOKENS = 64, 512
+_WARPGROUPS, _STAGES = 3, 4
 #: With one token the Triton kernel is faster, with this many this one (docs/log/sparse_cuda.md); between them
 #: nothing was timed.
 _FEW_TOKENS = 4
 _DTYPES = (torch.bfloat16, torch.float16)
-
-
-class LogitsParams(ctypes.Structure):
-    """``struct Params`` of logits_params.cuh."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("q", "keys", "weights", "scales", "logits")),
-        *((name, _POINTER) for name in ("table", "seq_lens", "starts")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "w_token", "key_block", "key_slot")),
-        *((name, ctypes.c_int64) for name in ("scale_block", "table_row", "logits_row")),
-        *((name, _INT) for name in ("num_reqs", "num_tokens", "columns")),
-        ("_padding", _INT),
-    ]
 
 
 class LogitsSpec(NamedTuple):
@@ -56,7 +42,15 @@ class LogitsSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        return LOGITS.of(self, exact=True, WARPGROUPS=3, STAGES=4)
+        return LOGITS.of(self, exact=True, WARPGROUPS=_WARPGROUPS, STAGES=_STAGES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, as logits_params.cuh counts it."""
+        heads = next(n for n in (16, 32, 64) if self.num_heads <= n)
+        tile = TILE * WIDTH * (1 if self.fp8 else 2)
+        stages = _WARPGROUPS * _STAGES
+        return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + heads) * 4
 
 
 def index_logits(call: IndexCall) -> None:
@@ -105,7 +99,7 @@ def launch(call: IndexCall) -> None:
         return
     index = call.q.device.index or 0
     scale_block = 0 if call.k_scale is None else call.k_scale.stride(0)
-    params = LogitsParams(
+    params = struct_of("index_logits.cu")(
         q=call.q.data_ptr(),
         keys=call.k_cache.data_ptr(),
         weights=call.weights.data_ptr(),
@@ -127,20 +121,5 @@ def launch(call: IndexCall) -> None:
         columns=call.logits.shape[1],
     )
     most = call.q.shape[0] * -(-call.logits.shape[1] // TILE)
-    spec = LogitsSpec.of(call)
-    kernel, threads = _specialised(index, spec), spec.config()["WARPGROUPS"] * 128
-    kernel.launch(min(gpu.num_sms(index), most), threads, params, early=gpu.launches_early(index))
-
-
-@functools.cache
-def _specialised(index: int, spec: LogitsSpec) -> Kernel:
-    device, config = torch.device("cuda", index), spec.config()
-    return jit.kernel("index_logits.cu", "index_logits", config, device, shared_bytes=shared_bytes(config))
-
-
-def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory, as logits_params.cuh counts it."""
-    heads = next(n for n in (16, 32, 64) if config["NUM_HEADS"] <= n)
-    tile = TILE * WIDTH * (1 if config["FP8"] else 2)
-    stages = config["WARPGROUPS"] * config["STAGES"]
-    return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + heads) * 4
+    spec, grid = LogitsSpec.of(call), min(gpu.num_sms(index), most)
+    specialised.launch("index_logits.cu", "index_logits", spec, index, grid, _WARPGROUPS * 128, params)

@@ -1,7 +1,6 @@
 """top_k_indices of the ``cuda`` backend: by the Hopper kernel, in ascending order and of equal logits the
 first; rows that it can't take by torch's kernels."""
 
-import ctypes
 import functools
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
 from torchpaged.custom_ops.indexer.check import check_top_k_indices
 from torchpaged.custom_ops.indexer.cuda.constants import TOP_K
@@ -19,19 +19,6 @@ THREADS = 1024
 _MOST_VECTORS, MAX_CLUSTER = 8, 8
 #: Fewest logits of a CTA: what fewer save in counting, the cluster's barriers take.
 _FEWEST = THREADS * 4
-
-
-class TopKParams(ctypes.Structure):
-    """``struct Params`` of top_k_indices.cu."""
-
-    _fields_ = [
-        ("logits", ctypes.c_void_p),
-        ("indices", ctypes.c_void_p),
-        ("logits_row", ctypes.c_int64),
-        ("indices_row", ctypes.c_int64),
-        ("columns", ctypes.c_int),
-        ("top_k", ctypes.c_int),
-    ]
 
 
 def top_k_indices(logits: Tensor, indices: Tensor) -> None:
@@ -48,7 +35,7 @@ def top_k_indices(logits: Tensor, indices: Tensor) -> None:
         return
     rows, columns = logits.shape
     config = top_k_config(rows, columns, gpu.num_sms(index))
-    params = TopKParams(
+    params = struct_of("top_k_indices.cu")(
         logits=logits.data_ptr(),
         indices=indices.data_ptr(),
         logits_row=logits.stride(0),

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import ahead
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 from torchpaged.custom_ops.layers.call import LinearCall
@@ -34,34 +35,6 @@ from torchpaged.custom_ops.layers.cuda.linear_shape import (
 from torchpaged.custom_ops.layers.triton.linear import compose, torch_product
 
 
-class LinearParams(ctypes.Structure):
-    """``struct Params`` of linear_params.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "scale", "residual")),
-        *((name, ctypes.c_void_p) for name in ("norm_weight", "out")),
-        *((name, ctypes.c_int64) for name in ("x_token", "residual_token", "out_token")),
-        *((name, ctypes.c_float) for name in ("eps", "offset")),
-        *((name, ctypes.c_int) for name in ("tokens", "unused")),
-    ]
-
-
-class WideParams(ctypes.Structure):
-    """Parameters of the wide kernel: two tensor maps and the others."""
-
-    _fields_ = [("weight_map", Map), ("x_map", Map), ("params", LinearParams)]
-
-
-class NormParams(ctypes.Structure):
-    """``struct Params`` of norm.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("x_token", "out_token")),
-        *((name, ctypes.c_float) for name in ("eps", "offset")),
-    ]
-
-
 def linear(call: LinearCall) -> None:
     """Launch; arguments as in ``custom_ops/layers/schema.py``. Every choice here depends on shapes, dtypes
     and addresses, never on data."""
@@ -78,9 +51,9 @@ def linear(call: LinearCall) -> None:
     kernel.launch(shape.grid(weight.shape[0]), shape.threads, _params(call, shape), early=early)
 
 
-def _params(call: LinearCall, shape: LinearShape) -> LinearParams | WideParams:
+def _params(call: LinearCall, shape: LinearShape) -> ctypes.Structure:
     x, weight, out, bias, scale, residual, norm_weight = call[:7]
-    params = LinearParams(
+    params = struct_of("linear.cu")(
         *map(address, (x, weight, bias, scale, residual, norm_weight, out)),
         x_token=x.stride(0),
         residual_token=0 if residual is None else residual.stride(0),
@@ -100,7 +73,7 @@ def _params(call: LinearCall, shape: LinearShape) -> LinearParams | WideParams:
         pairs=call.activation != "none",
     )
     of_x = _map(x.data_ptr(), *x.shape, x.stride(0), max(token_bucket(x.shape[0]), 8), x.dtype)
-    return WideParams(of_weight, of_x, params)
+    return struct_of("linear_wide.cu", "BulkParams")(of_weight, of_x, params)
 
 
 @functools.cache
@@ -183,6 +156,6 @@ def _normed(call: LinearCall) -> Tensor:
     config = norm_config(x.dtype, weight.dtype, x.shape[1], early)
     kernel = jit.kernel("norm.cu", "rms_norm", config, x.device, shared_bytes=0)
     addresses = map(address, (x, weight, out))
-    params = NormParams(*addresses, x.stride(0), out.stride(0), call.norm_eps, call.norm_offset)
+    params = struct_of("norm.cu")(*addresses, x.stride(0), out.stride(0), call.norm_eps, call.norm_offset)
     kernel.launch(x.shape[0], NORM_THREADS, params, early=early)
     return out

@@ -1,7 +1,6 @@
 """Launches of ``latent.cu``, ``latent_pairs.cu`` or ``latent_fp8.cu`` and, behind it, of
 ``latent_merge.cu``."""
 
-import ctypes
 import functools
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
 from torchpaged.custom_ops.mla.cuda.shape import (
@@ -20,23 +20,7 @@ from torchpaged.custom_ops.mla.cuda.shape import (
     threads_of,
 )
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 MERGE_THREADS = 512
-
-
-class LatentParams(ctypes.Structure):
-    """``struct Params`` of latent_params.cuh."""
-
-    _fields_ = [
-        ("kv", Map),
-        *((name, _POINTER) for name in ("q", "out", "lse", "table", "seq_lens", "starts", "parts", "rows")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "o_token", "o_head", "l_token", "l_head")),
-        *((name, ctypes.c_int64) for name in ("table_row", "rows_block", "rows_slot")),
-        ("scale", ctypes.c_float),
-        *((name, _INT) for name in ("num_reqs", "num_tokens", "num_blocks", "block_group", "row_tiles")),
-        ("groups", _INT),
-        ("_padding", _INT * 7),  # to a multiple of 64 bytes, as tensor maps are aligned
-    ]
 
 
 def attend(call: LatentCall, spec: LatentSpec) -> None:
@@ -58,7 +42,7 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
             pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride(), int(config["ROWS"] == 64)
         )
     l_token, l_head = (0, 0) if lse is None else lse.stride()
-    params = LatentParams(
+    params = struct_of("latent.cu")(
         kv=keys,
         q=q.data_ptr(),
         out=out.data_ptr(),

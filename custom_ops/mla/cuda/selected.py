@@ -3,7 +3,6 @@ cut, by shapes and dtypes."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import NamedTuple
 
@@ -12,10 +11,10 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 THREADS, WARPS, TILE = 256, 8, 32  # with one tile of heads
 #: Positions of a CTA of ``selected_few.cu``, blocks that it has room for; CTAs of the merge behind it for a
 #: token, and parts of a token that this has room for.
@@ -45,22 +44,6 @@ SELECTED = Table(
         Constant("CLUSTER", "macro", "CTAs that share a token's positions; chooses an attribute"),
     ),
 )
-
-
-class SelectedParams(ctypes.Structure):
-    """``struct Params`` of selected_params.cuh."""
-
-    _fields_ = [
-        *(
-            (name, _POINTER)
-            for name in ("q", "kv", "out", "lse", "parts", "table", "seq_lens", "starts", "indices")
-        ),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "kv_block", "kv_slot")),
-        *((name, ctypes.c_int64) for name in ("o_token", "o_head", "l_token", "l_head")),
-        *((name, ctypes.c_int64) for name in ("table_row", "indices_row")),
-        ("scale", ctypes.c_float),
-        *((name, _INT) for name in ("num_reqs", "top_k", "part_keys", "head_tiles", "num_items")),
-    ]
 
 
 class SelectedSpec(NamedTuple):
@@ -160,7 +143,7 @@ def attend(call: LatentCall, num_sms: int) -> None:
     part_bytes = 16 * spec.rank * 2 + WARPS * 16 * 16  # as selected_parts.cuh counts
     left = torch.empty(items * parts * part_bytes, dtype=torch.uint8, device=q.device)
     l_token, l_head = (0, 0) if lse is None else lse.stride()
-    params = SelectedParams(
+    params = struct_of("selected.cu")(
         q=q.data_ptr(),
         kv=pool.data_ptr(),
         out=out.data_ptr(),

@@ -3,20 +3,18 @@ shapes, dtypes, strides and addresses."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import specialised
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 DTYPES = (torch.bfloat16, torch.float16)
 #: Sizes of a head's keys and values, and bytes of its state at most.
 KEY_DIMS, VALUE_DIMS, MAX_STATE_BYTES = (64, 128, 256), (64, 128), 64 * 1024
@@ -52,20 +50,6 @@ STATE_DECODE = Table(
         *CTAS,
     ),
 )
-
-
-class StateParams(ctypes.Structure):
-    """``struct Params`` of state_decode_params.cuh."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("q", "k", "v", "beta", "g", "state", "out")),
-        *((name, _POINTER) for name in ("slots", "lens", "starts")),
-        *((f"{name}_{step}", ctypes.c_int64) for name in "qkvg" for step in ("token", "head")),
-        *((name, ctypes.c_int64) for name in ("beta_token", "state_slot", "state_head")),
-        *((name, ctypes.c_int64) for name in ("out_token", "out_head")),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
-        *((name, _INT) for name in ("num_reqs", "num_tokens")),
-    ]
 
 
 class StateSpec(NamedTuple):
@@ -154,7 +138,7 @@ def launch(call: LinearAttentionCall, spec: StateSpec) -> None:
     """Launch a checked call that `why_not` lets pass."""
     q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
     index = state.device.index or 0
-    params = StateParams(
+    params = struct_of("state_decode.cu")(
         q=q.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
@@ -184,15 +168,7 @@ def launch(call: LinearAttentionCall, spec: StateSpec) -> None:
         num_tokens=v.shape[0],
     )
     grid = call.state_slots.shape[0] * spec.num_heads
-    _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
-
-
-@functools.cache
-def _specialised(index: int, spec: StateSpec) -> Kernel:
-    device = torch.device("cuda", index)
-    return jit.kernel(
-        "state_decode.cu", "update_states", spec.config(), device, shared_bytes=spec.shared_bytes
-    )
+    specialised.launch("state_decode.cu", "update_states", spec, index, grid, spec.threads, params)
 
 
 def shared_bytes(

@@ -3,19 +3,17 @@ for calls that the second one takes (delta_pass.py)."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import specialised
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 #: Tokens of a chunk, numbers of a key, threads of a CTA.
 CHUNK, KEY_DIM, THREADS = 64, 128, 128
 #: Bytes of a record of delta_records.cuh: two squares of 64 x 64 without what is above their diagonals, and
@@ -36,19 +34,6 @@ DELTA_CHUNKS = Table(
         Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
     ),
 )
-
-
-class ChunkParams(ctypes.Structure):
-    """``struct Params`` of delta_chunks_params.cuh."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("q", "k", "beta", "g", "out", "records")),
-        *((name, _POINTER) for name in ("slots", "lens", "starts")),
-        *((f"{name}_{step}", ctypes.c_int64) for name in "qk" for step in ("token", "head")),
-        *((name, ctypes.c_int64) for name in ("g_token", "beta_token", "out_token", "out_head")),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
-        *((name, _INT) for name in ("num_reqs", "num_tokens")),
-    ]
 
 
 class ChunkSpec(NamedTuple):
@@ -91,7 +76,7 @@ def launch(call: LinearAttentionCall, short: int) -> Tensor:
     num_reqs, num_tokens = call.state_slots.shape[0], call.v.shape[0]
     number, heads = num_tokens // CHUNK + num_reqs, call.v.shape[1]
     records = out.new_empty(number, heads, RECORD_BYTES, dtype=torch.uint8)
-    params = ChunkParams(
+    params = struct_of("delta_chunks.cu")(
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("g", g), ("out", out))},
         beta=address(beta),
         records=records.data_ptr(),
@@ -114,13 +99,5 @@ def launch(call: LinearAttentionCall, short: int) -> Tensor:
     index = out.device.index or 0
     spec = ChunkSpec.of(call, short)
     grid = number * spec.key_heads
-    _specialised(index, spec).launch(grid, THREADS, params, early=gpu.launches_early(index))
+    specialised.launch("delta_chunks.cu", "delta_chunks", spec, index, grid, THREADS, params)
     return records
-
-
-@functools.cache
-def _specialised(index: int, spec: ChunkSpec) -> Kernel:
-    device = torch.device("cuda", index)
-    return jit.kernel(
-        "delta_chunks.cu", "delta_chunks", spec.config(), device, shared_bytes=spec.shared_bytes
-    )

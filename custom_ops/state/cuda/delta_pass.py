@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu, specialised
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, Map, address
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.cuda.delta_chunks import KEY_DIM
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 VALUE_DIMS = (64, 128)
 #: Tokens of the longest row from which on few heads are cut into segments, as measured on an H200
 #: (docs/log/state_hopper.md).
@@ -38,21 +38,6 @@ DELTA_PASS = Table(
         Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
     ),
 )
-
-
-class PassParams(ctypes.Structure):
-    """``struct Params`` of delta_pass_params.cuh."""
-
-    _fields_ = [
-        *((f"of_{name}", Map) for name in ("q", "k", "v", "out")),
-        *((name, _POINTER) for name in ("q", "k", "v", "records", "state", "out", "joined")),
-        *((name, _POINTER) for name in ("slots", "lens", "starts")),
-        *((f"{name}_{step}", ctypes.c_int64) for name in "qkv" for step in ("token", "head")),
-        *((name, ctypes.c_int64) for name in ("out_token", "out_head")),
-        *((f"state_{step}", ctypes.c_int64) for step in ("slot", "head", "row")),
-        *((name, _INT) for name in ("num_reqs", "num_tokens", "segment", "unused")),
-        ("padding", ctypes.c_int64),
-    ]
 
 
 class PassSpec(NamedTuple):
@@ -126,9 +111,9 @@ def launch(
         ends=ends,
     )
     if value_dim == 128 and not ends:  # other numbers of rows take the other form: both are compiled at once
-        _specialised(index, spec._replace(groups=3 - spec.groups))
+        specialised.kernel("delta_pass.cu", "delta_pass", spec._replace(groups=3 - spec.groups), index)
     rows = {"q": q, "k": k, "v": v, "out": out}
-    params = PassParams(
+    params = struct_of("delta_pass.cu")(
         **{f"of_{name}": _map(x.data_ptr(), tuple(x.shape), x.stride()[:2]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))},
         records=records.data_ptr(),
@@ -144,7 +129,8 @@ def launch(
         segment=segment or num_tokens,
     )
     grid = places * num_heads * spec.tiles
-    _specialised(index, spec).launch(grid, 128 * spec.groups + 128, params, early=gpu.launches_early(index))
+    threads = 128 * spec.groups + 128
+    specialised.launch("delta_pass.cu", "delta_pass", spec, index, grid, threads, params)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,9 +139,3 @@ def _map(address: int, shape: tuple[int, int, int], strides: tuple[int, int]) ->
     tokens, heads, columns = shape
     sizes, steps = [columns, heads, tokens], [strides[1], strides[0]]
     return tensor_map(address, torch.bfloat16, sizes, steps, [64, 1, 64], swizzle=128)
-
-
-@functools.cache
-def _specialised(index: int, spec: PassSpec) -> Kernel:
-    device = torch.device("cuda", index)
-    return jit.kernel("delta_pass.cu", "delta_pass", spec.config(), device, shared_bytes=spec.shared_bytes)

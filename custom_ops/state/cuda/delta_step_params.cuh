@@ -4,7 +4,7 @@
 #include "../../cuda/bulk.cuh"
 #include "delta_step_config.cuh"
 
-struct Params {  // packed by custom_ops/state/cuda/step.py, in this order
+struct Params {  // packed by custom_ops/state/cuda/delta_step.py, in this order
   const char *x, *weight, *bias, *a, *b, *a_log, *dt_bias, *gate, *norm_weight;
   char *conv_state, *state, *out;
   const int *slots, *lens, *starts;
@@ -14,7 +14,7 @@ struct Params {  // packed by custom_ops/state/cuda/step.py, in this order
   float scale, beta_scale, bound, eps, key_eps;  // key_eps: added to the squared norm of a key or query
   int num_reqs, num_tokens;
 };
-static_assert(sizeof(Params) == 272, "as custom_ops/state/cuda/step.py packs it");
+static_assert(sizeof(Params) == 272, "as custom_ops/state/cuda/delta_step.py packs it");
 
 constexpr bool DELTA = true, NORMALIZE = true, OUT_FLOAT = false;
 constexpr int TURNS = 1;

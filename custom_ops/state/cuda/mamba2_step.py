@@ -3,16 +3,15 @@ dtypes, strides and addresses. What it can't take goes through the ops that the 
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from math import inf
 from typing import NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu, specialised
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.loaded_kernel import address
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
 from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.check_steps import check_mamba2_step
@@ -20,7 +19,11 @@ from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
 from torchpaged.custom_ops.state.cuda.whole_step import SPLIT, no_pairs, params_of, split_of
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+#: Tensors of a call whose addresses the kernel gets under their names.
+_TENSORS = (
+    *("x", "weight", "bias", "dt", "a_log", "dt_bias", "skip_weight", "gate"),
+    *("conv_state", "state", "out"),
+)
 
 MAMBA2_STEP = Table(
     "mamba2_step_config.cuh",
@@ -39,21 +42,6 @@ MAMBA2_STEP = Table(
         *decode.CTAS,
     ),
 )
-
-
-class Mamba2StepParams(ctypes.Structure):
-    """``struct Params`` of mamba2_step_params.cuh."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("x", "weight", "bias", "dt", "a_log", "dt_bias", "skip_weight")),
-        *((name, _POINTER) for name in ("gate", "conv_state", "state", "out", "semaphore")),
-        *((name, _POINTER) for name in ("slots", "lens", "starts")),
-        *((name, ctypes.c_int64) for name in ("x_token", "weight_channel", "conv_slot", "conv_row")),
-        *((name, ctypes.c_int64) for name in ("dt_token", "gate_token", "gate_head")),
-        *((name, ctypes.c_int64) for name in ("state_slot", "state_head", "out_token", "out_head")),
-        *((name, ctypes.c_float) for name in ("min_step", "max_step")),
-        *((name, _INT) for name in ("num_reqs", "num_tokens")),
-    ]
 
 
 class Mamba2StepSpec(NamedTuple):
@@ -155,8 +143,8 @@ def launch(call: Mamba2StepCall, spec: Mamba2StepSpec) -> None:
     if semaphore is None:
         count = num_reqs * call.num_groups
         semaphore = torch.zeros(count, dtype=torch.int32, device=call.state.device)
-    params = Mamba2StepParams(
-        *(address(getattr(call, name)) for name, *_ in Mamba2StepParams._fields_[:11]),
+    params = struct_of("mamba2_step.cu")(
+        **{name: address(getattr(call, name)) for name in _TENSORS},
         semaphore=semaphore.data_ptr(),
         dt_token=call.dt.stride(0),
         gate_token=0 if gate is None else gate.stride(0),
@@ -166,10 +154,4 @@ def launch(call: Mamba2StepCall, spec: Mamba2StepSpec) -> None:
         **params_of(call),
     )
     grid = num_reqs * spec.num_heads * spec.split
-    _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
-
-
-@functools.cache
-def _specialised(index: int, spec: Mamba2StepSpec) -> Kernel:
-    device = torch.device("cuda", index)
-    return jit.kernel("mamba2_step.cu", "mamba2_step", spec.config(), device, shared_bytes=spec.shared_bytes)
+    specialised.launch("mamba2_step.cu", "mamba2_step", spec, index, grid, spec.threads, params)

@@ -30,8 +30,8 @@ from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
 from torchpaged.custom_ops.state.cuda.delta_chunks import DELTA_CHUNKS, ChunkSpec
 from torchpaged.custom_ops.state.cuda.delta_pass import DELTA_PASS, PassSpec
+from torchpaged.custom_ops.state.cuda.delta_step import DELTA_STEP, StepSpec
 from torchpaged.custom_ops.state.cuda.mamba2_step import MAMBA2_STEP, Mamba2StepSpec
-from torchpaged.custom_ops.state.cuda.step import DELTA_STEP, StepSpec
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
 OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS, DELTA_PASS)

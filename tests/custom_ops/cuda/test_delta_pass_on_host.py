@@ -27,14 +27,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
     monkeypatch.setattr(gpu, "num_sms", lambda _: sms)
-    folder.mkdir()
-    first = "delta_chunks.cu", "delta_chunks", "state_on_host.h", ()
-    launched_on_host(monkeypatch, delta_chunks, folder / "first", first)
+    launched_on_host(monkeypatch, folder)
     monkeypatch.setattr(delta_pass, "_map", delta_pass._map.__wrapped__)
     monkeypatch.setattr(delta_pass, "tensor_map", lambda at, _, *sizes, swizzle: host_map(at, *sizes))
-    replaced = ("bulk.cuh", "wgmma.cuh", "delta_pass_instructions.cuh")
-    second = "delta_pass.cu", "delta_pass", "delta_pass_on_host.h", replaced
-    launched_on_host(monkeypatch, delta_pass, folder / "second", second)
 
 
 def join(call: LinearAttentionCall, joined: Tensor, segment: int) -> None:

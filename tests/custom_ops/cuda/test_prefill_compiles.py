@@ -19,11 +19,11 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 from torchpaged.custom_ops.attention.cuda.call_params import refuse_sinks
-from torchpaged.custom_ops.attention.cuda.prefill import PrefillParams
 from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug, Mode
 from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_box, refuse_layout
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box as pool_box_of_latents
 
 _TRITON = importlib.util.find_spec("triton")
@@ -152,7 +152,7 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     values = config(**SHAPES[name])
     text, report = compiled(tmp_path, "prefill_merge.cu", values, "ptx")
     size = int(re.search(r"paged_prefill_merge_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
-    assert ctypes.sizeof(PrefillParams) == size
+    assert ctypes.sizeof(struct_of("prefill.cu")) == size
     steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
     assert steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
     assert "ld.global.cg.v4.f32" in steps
@@ -255,7 +255,9 @@ def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> Non
     assert "cp.async.bulk.tensor.4d" in text
     assert "membar" not in text
     size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
-    assert ctypes.sizeof(PrefillParams) == size, "the launch copies as many bytes as the kernel declares"
+    assert ctypes.sizeof(struct_of("prefill.cu")) == size, (
+        "the launch copies as many bytes as the kernel declares"
+    )
     assert "st.local" not in text
     assert "ld.local" not in text
     assert set(re.findall(r"wgmma\.mma_async\S+", text)) == {

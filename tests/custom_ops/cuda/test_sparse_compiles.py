@@ -19,13 +19,16 @@ from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.selected import SelectedSpec
 
 DECODE = SelectedSpec(512, 64, 16, 64, False, True, True, 1, 16, 16)
+LOGITS = {
+    "logits, e4m3": LogitsSpec(64, 64, False, True, True),
+    "logits, bf16": LogitsSpec(64, 64, False, False, True),
+    "logits, fp16, 20 heads": LogitsSpec(20, 16, True, False, False),
+}
 CONFIGS: dict[str, Config] = {
+    **{name: spec.config() for name, spec in LOGITS.items()},
     "16 heads": DECODE.config(),
     "64 heads, fp16": DECODE._replace(num_heads=64, m_tiles=2, half=True, cluster=4).config(),
     "128 + 64, not causal": DECODE._replace(rank=128, causal=False, lse=False, cluster=1).config(),
-    "logits, e4m3": LogitsSpec(64, 64, False, True, True).config(),
-    "logits, bf16": LogitsSpec(64, 64, False, False, True).config(),
-    "logits, fp16, 20 heads": LogitsSpec(20, 16, True, False, False).config(),
     "4 rows of 131,072": top_k_config(4, 131072, 132),
     "64 rows of 8,192": top_k_config(64, 8192, 132),
     "8 rows of 262,144": top_k_config(8, 262144, 132),
@@ -40,11 +43,7 @@ SHARED_BYTES: dict[tuple[str, str], int] = {
     ("128 + 64, not causal", "selected_few.cu"): selected.few_shared_bytes(
         DECODE._replace(rank=128, cluster=1)
     ),
-    **{
-        (name, "index_logits.cu"): index_logits.shared_bytes(config)
-        for name, config in CONFIGS.items()
-        if "logits" in name
-    },
+    **{(name, "index_logits.cu"): spec.shared_bytes for name, spec in LOGITS.items()},
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.cuda import index_logits, top_k_indices
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -61,9 +62,8 @@ def test_top_k(vectors: int, cluster: int, columns: int, tmp_path: Path) -> None
     rows[:, :columns] = logits
     for top_k in (1, 300, 2048, columns + 7):
         indices = torch.full((6, top_k), -7, dtype=torch.int32)
-        params = top_k_indices.TopKParams(
-            rows.data_ptr(), indices.data_ptr(), rows.stride(0), top_k, columns, top_k
-        )
+        sizes = rows.stride(0), top_k, columns, top_k
+        params = struct_of("top_k_indices.cu")(rows.data_ptr(), indices.data_ptr(), *sizes)
         HostKernel(library, cluster).launch(6 * cluster, top_k_indices.THREADS, params, early=True)
         want = torch.empty_like(indices)
         BACKEND_OPS["reference"].top_k_indices(logits, want)
@@ -105,9 +105,7 @@ def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         batch.q, weights_of(batch), *tensors, logits, batch.max_query_len, causal=causal, k_scale=scales
     )
     assert index_logits.why_not(call, (9, 0)) is None
-    config = index_logits.LogitsSpec.of(call).config()
-    library = compiled(tmp_path / "l", "index_logits.cu", "index_logits", config)
-    monkeypatch.setattr(index_logits, "_specialised", lambda *_: HostKernel(library, 1))
+    kernels_on_host.launched_on_host(monkeypatch, tmp_path / "host")
     index_logits.launch(call)
     want = exact_logits(replace(batch, k_cache=keys), causal, scales)
     torch.testing.assert_close(logits.double(), want, rtol=1e-4, atol=1e-4)
@@ -130,6 +128,16 @@ SPARSE: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
 LATE = 9  # a position in the second half of a warp's, whose weights are relative to the first one's maxima
 
 
+def few_on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.cache
+    def specialised(_: int, spec: sparse.SelectedSpec) -> tuple[HostKernel, HostKernel]:
+        few = compiled(folder / "f", "selected_few.cu", "attend_few", spec.config())
+        merge = compiled(folder / "m", "selected_few_merge.cu", "merge_few", spec.config())
+        return HostKernel(few), HostKernel(merge)
+
+    monkeypatch.setattr(sparse, "_specialised_few", specialised)
+
+
 @pytest.mark.slow_cases(but=("few-5 heads, drafts", "many-5 heads, drafts", "few-a large key"))
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("kernel", ["few", "many"])
@@ -149,14 +157,8 @@ def test_selected(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
         library = compiled(tmp_path / "s", "selected.cu", "attend_selected", spec.config())
         return HostKernel(library, spec.cluster)
 
-    @functools.cache
-    def specialised_few(_: int, spec: sparse.SelectedSpec) -> tuple[HostKernel, HostKernel]:
-        few = compiled(tmp_path / "f", "selected_few.cu", "attend_few", spec.config())
-        merge = compiled(tmp_path / "m", "selected_few_merge.cu", "merge_few", spec.config())
-        return HostKernel(few), HostKernel(merge)
-
     monkeypatch.setattr(sparse, "_specialised", specialised)
-    monkeypatch.setattr(sparse, "_specialised_few", specialised_few)
+    few_on_host(tmp_path, monkeypatch)
     if kernel == "many":
         monkeypatch.setattr(sparse, "few_parts", lambda *_: 0)
     for _ in range(2):
@@ -176,13 +178,7 @@ def test_rows_of_17_parts_do_not_meet(tmp_path: Path, monkeypatch: pytest.Monkey
     batch = make_latent_batch(BatchSpec("g", (2200,), (1,)), num_heads=5, **sizes)
     indices = selected(batch, "all", 2150)
 
-    @functools.cache
-    def specialised_few(_: int, spec: sparse.SelectedSpec) -> tuple[HostKernel, HostKernel]:
-        few = compiled(tmp_path / "f", "selected_few.cu", "attend_few", spec.config())
-        merge = compiled(tmp_path / "m", "selected_few_merge.cu", "merge_few", spec.config())
-        return HostKernel(few), HostKernel(merge)
-
-    monkeypatch.setattr(sparse, "_specialised_few", specialised_few)
+    few_on_host(tmp_path, monkeypatch)
     outs = []
     for value in (1.0, float("nan")):
         batch.q[0, 2] *= value

@@ -21,8 +21,6 @@ class Launch(NamedTuple):
     Attributes:
         kernel: ``file:function``; the file's name alone, since it is unique.
         case: which calls are served; empty: all of the op's that reach this kernel.
-        early: whether it is launched with programmatic dependent launch, so that it may begin before the
-            kernels ahead have ended.
         reads_early: what it reads before its wait. Everything else it reads behind it.
         writes: tensors of the op that it stores to, always behind its wait; ``scratch`` where it stores to
             scratch memory alone. Beside tensors that is left out, as semaphores are everywhere.
@@ -34,7 +32,6 @@ class Launch(NamedTuple):
     """
 
     kernel: str
-    early: bool
     writes: tuple[str, ...]
     triggers: str = "never"
     reads_early: tuple[str, ...] = ()
@@ -42,6 +39,12 @@ class Launch(NamedTuple):
     fence: bool = False
     case: str = ""
     why: str = ""
+
+    @property
+    def early(self) -> bool:
+        """Whether it is launched with programmatic dependent launch, so that it may begin before the kernels
+        ahead have ended."""
+        return self.waits != "launch"
 
 
 #: ``first``: before the first store, and before the first load that is not in ``reads_early``. ``launch``: no
@@ -82,29 +85,24 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "paged_attention": (
         Launch(
             "decode.cu:paged_decode",
-            True,
             OUT,
             "wait",
             (*METADATA, CONTEXT),
             case="cuda, decode",
             why="a query token of this step is context in the next",
         ),
-        Launch("prefill.cu:paged_prefill", True, OUT, "wait", METADATA, case="cuda, prefill on Hopper"),
+        Launch("prefill.cu:paged_prefill", OUT, "wait", METADATA, case="cuda, prefill on Hopper"),
         Launch(
             "prefill.cu:paged_prefill",
-            True,
             OUT,
             "start",
             METADATA,
             case="cuda, prefill on Hopper, tiles in parts",
             why="the merge launch behind it waits for all of it",
         ),
-        Launch(
-            "prefill_merge.cu:paged_prefill_merge", True, OUT, "wait", case="cuda, merge of prefill's parts"
-        ),
+        Launch("prefill_merge.cu:paged_prefill_merge", OUT, "wait", case="cuda, merge of prefill's parts"),
         Launch(
             "prefill.cu:paged_prefill",
-            False,
             OUT,
             "start",
             waits="launch",
@@ -113,7 +111,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "decode.cu:paged_decode",
-            True,
             OUT,
             "start",
             ALL,
@@ -123,7 +120,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "prefill.cu:paged_prefill",
-            True,
             OUT,
             "start",
             ALL,
@@ -131,10 +127,9 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             case="cuda, a mixed batch's late prefill CTAs",
             why="begin when every CTA of the decode half runs; one waits for it at its end",
         ),
-        Launch("decode.py:decode_kernel", True, OUT, "wait", case="triton, decode"),
+        Launch("decode.py:decode_kernel", OUT, "wait", case="triton, decode"),
         Launch(
             "prefill.py:prefill_kernel",
-            True,
             OUT,
             "wait",
             ("query_start_loc",),
@@ -143,7 +138,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "decode.py:decode_kernel",
-            True,
             OUT,
             "start",
             ALL,
@@ -151,15 +145,14 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             fence=True,
             case="triton, a mixed batch's decode half",
             why=(
-                "begins when each program of the prefill half has waited; the fence, at its start, drops "
-                "old L1 lines"
+                "begins when each program of the prefill half has waited; the fence, at its start, "
+                "drops old L1 lines"
             ),
         ),
     ),
     "cascade_attention": (
         Launch(
             "prefill.cu:paged_prefill",
-            False,
             SCRATCH,
             "start",
             waits="launch",
@@ -168,7 +161,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "decode.cu:paged_decode",
-            True,
             ("out",),
             "start",
             ALL,
@@ -177,18 +169,13 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="begins when all ahead of the prefixes' launch has ended",
         ),
         Launch(
-            "prefill_merge.cu:paged_prefill_merge",
-            True,
-            OUT,
-            "wait",
-            case="cuda, merge of prefixes and suffixes",
+            "prefill_merge.cu:paged_prefill_merge", OUT, "wait", case="cuda, merge of prefixes and suffixes"
         ),
     ),
     "write_kv": (
-        Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True, case="are_query_tokens=False"),
+        Launch("write_kv.py:write_kv_kernel", (CONTEXT,), fence=True, case="are_query_tokens=False"),
         Launch(
             "write_kv.py:write_kv_kernel",
-            True,
             (QUERY_TOKENS,),
             "start",
             case="are_query_tokens=True",
@@ -198,14 +185,12 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "rope_write_kv": (
         Launch(
             "rope_write_kv.py:rope_write_kv_kernel",
-            True,
             ("q_out", CONTEXT),
             fence=True,
             case="are_query_tokens=False",
         ),
         Launch(
             "rope_write_kv.py:rope_write_kv_kernel",
-            True,
             ("q_out", QUERY_TOKENS),
             "start",
             case="are_query_tokens=True",
@@ -213,32 +198,22 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
     ),
     "mla_attention": (
-        Launch("attend.py:mla_kernel", False, OUT, waits="launch", case="one part per request"),
-        Launch("attend.py:mla_kernel", False, SCRATCH, waits="launch", case="parts of the context"),
-        Launch(
-            "attend_selected.py:selected_kernel",
-            False,
-            OUT,
-            waits="launch",
-            case="indices, one part per token",
-        ),
-        Launch(
-            "attend_selected.py:selected_kernel", False, SCRATCH, waits="launch", case="indices, in parts"
-        ),
-        Launch("merge.py:merge_kernel", False, OUT, waits="launch", case="merge of the parts"),
+        Launch("attend.py:mla_kernel", OUT, waits="launch", case="one part per request"),
+        Launch("attend.py:mla_kernel", SCRATCH, waits="launch", case="parts of the context"),
+        Launch("attend_selected.py:selected_kernel", OUT, waits="launch", case="indices, one part per token"),
+        Launch("attend_selected.py:selected_kernel", SCRATCH, waits="launch", case="indices, in parts"),
+        Launch("merge.py:merge_kernel", OUT, waits="launch", case="merge of the parts"),
         Launch(
             "latent.cu:latent_decode",
-            True,
             OUT,
             "wait",
             (*METADATA, CONTEXT),
             case="cuda, short queries on Hopper",
             why="a query token of this step is context in the next",
         ),
-        Launch("latent_pairs.cu:latent_pairs", True, OUT, "wait", LENGTHS, case="cuda, many rows on Hopper"),
+        Launch("latent_pairs.cu:latent_pairs", OUT, "wait", LENGTHS, case="cuda, many rows on Hopper"),
         Launch(
             "latent_fp8.cu:latent_fp8",
-            True,
             OUT,
             "wait",
             (*METADATA, CONTEXT),
@@ -247,25 +222,23 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "latent_merge.cu:latent_merge",
-            True,
             OUT,
             "start",
             LENGTHS,
             case="cuda, merge of cut requests",
             why="begins when each CTA of the kernel in front of it has waited",
         ),
-        Launch("selected.cu:attend_selected", True, OUT, "start", METADATA, case="cuda, indices on Hopper"),
-        Launch("selected_few.cu:attend_few", True, SCRATCH, "start", METADATA, case="cuda, few with indices"),
-        Launch("selected_few_merge.cu:merge_few", True, OUT, "start", case="cuda, merge of these parts"),
+        Launch("selected.cu:attend_selected", OUT, "start", METADATA, case="cuda, indices on Hopper"),
+        Launch("selected_few.cu:attend_few", SCRATCH, "start", METADATA, case="cuda, few with indices"),
+        Launch("selected_few_merge.cu:merge_few", OUT, "start", case="cuda, merge of these parts"),
     ),
     "write_latent": (
-        Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),
-        Launch("write_latent.py:write_fp8_kernel", True, (CONTEXT,), fence=True, case="rows of fp8"),
+        Launch("write_kv.py:write_kv_kernel", (CONTEXT,), fence=True),
+        Launch("write_latent.py:write_fp8_kernel", (CONTEXT,), fence=True, case="rows of fp8"),
     ),
     "rope_write_latent": (
         Launch(
             "rope_write_latent.py:rope_write_latent_kernel",
-            True,
             ("q_out", CONTEXT),
             reads_early=("up_keys",),
             fence=True,
@@ -273,7 +246,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "rope_write_latent.py:rope_write_latent_kernel",
-            True,
             ("q_out", QUERY_TOKENS),
             "start",
             ("up_keys", "slot_mapping"),
@@ -282,19 +254,18 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
     ),
     "up_project_values": (
-        Launch("up_project_values.py:up_project_values_kernel", True, ("out",), "start", ("up_values",)),
+        Launch("up_project_values.py:up_project_values_kernel", ("out",), "start", ("up_values",)),
     ),
     "causal_conv": (
-        Launch("conv_token.py:conv_token_kernel", True, CONV, "start", ("weight", "bias", *ROWS)),
-        Launch("causal_conv.py:causal_conv_kernel", True, CONV, "start", ROWS, case="rows of one tile"),
-        Launch("causal_conv.py:causal_conv_kernel", True, CONV, "start", case="rows of several tiles"),
+        Launch("conv_token.py:conv_token_kernel", CONV, "start", ("weight", "bias", *ROWS)),
+        Launch("causal_conv.py:causal_conv_kernel", CONV, "start", ROWS, case="rows of one tile"),
+        Launch("causal_conv.py:causal_conv_kernel", CONV, "start", case="rows of several tiles"),
     ),
-    "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", True, ("g", "beta"), "wait"),),
-    "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", True, ("out",), "wait"),),
+    "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", ("g", "beta"), "wait"),),
+    "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", ("out",), "wait"),),
     "delta_step": (
         Launch(
             "delta_step.cu:delta_step",
-            True,
             ("conv_state", "state", "out"),
             "start",
             (*MIXER, "norm_weight", *ROWS),
@@ -304,41 +275,35 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "mamba2_step": (
         Launch(
             "mamba2_step.cu:mamba2_step",
-            True,
             ("conv_state", "state", "out"),
             "start",
             (*MIXER, "skip_weight", *ROWS),
             case="cuda, on Hopper",
         ),
-        Launch("mamba2_step.py:skip_and_gate_kernel", True, ("out",), "wait", case="its last part elsewhere"),
+        Launch("mamba2_step.py:skip_and_gate_kernel", ("out",), "wait", case="its last part elsewhere"),
     ),
     "selective_scan": (),  # what it launches is linear_attention's
     "rg_lru": (),  # likewise
     "linear_attention": (
-        Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
-        Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),
-        Launch("key_products.py:key_chunk_kernel", False, ("out",), waits="launch", case="long rows"),
-        Launch("chunk_pass.py:pass_kernel", False, ("state", "out"), waits="launch", case="long rows"),
-        Launch("chunk_pass.py:join_kernel", False, SCRATCH, waits="launch", case="segments of long rows"),
-        Launch("delta_chunks.cu:delta_chunks", True, ("out",), "start", case="cuda, long rows of delta nets"),
-        Launch("delta_pass.cu:delta_pass", True, ("state", "out"), "start", case="cuda, the same"),
-        Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
+        Launch("linear_decode.py:linear_decode_kernel", ("state", "out"), waits="launch"),
+        Launch("chunk_products.py:chunk_kernel", ("out",), waits="launch", case="long rows"),
+        Launch("key_products.py:key_chunk_kernel", ("out",), waits="launch", case="long rows"),
+        Launch("chunk_pass.py:pass_kernel", ("state", "out"), waits="launch", case="long rows"),
+        Launch("chunk_pass.py:join_kernel", SCRATCH, waits="launch", case="segments of long rows"),
+        Launch("delta_chunks.cu:delta_chunks", ("out",), "start", case="cuda, long rows of delta nets"),
+        Launch("delta_pass.cu:delta_pass", ("state", "out"), "start", case="cuda, the same"),
+        Launch("linear_attention.py:recurrent_kernel", ("state", "out"), waits="launch"),
         Launch(
-            "state_decode.cu:update_states",
-            True,
-            ("state", "out"),
-            "start",
-            case="cuda, single tokens on Hopper",
+            "state_decode.cu:update_states", ("state", "out"), "start", case="cuda, single tokens on Hopper"
         ),
     ),
     "write_index_keys": (
-        Launch("write_index_keys.py:write_index_keys_kernel", False, ("k_cache", "k_scale"), waits="launch"),
+        Launch("write_index_keys.py:write_index_keys_kernel", ("k_cache", "k_scale"), waits="launch"),
     ),
     "index_logits": (
-        Launch("index_logits.py:index_logits_kernel", False, ("logits",), waits="launch"),
+        Launch("index_logits.py:index_logits_kernel", ("logits",), waits="launch"),
         Launch(
             "index_logits.cu:index_logits",
-            True,
             ("logits",),
             "start",
             ("seq_lens", "query_start_loc"),
@@ -346,26 +311,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
     ),
     "top_k_indices": (  # other devices: kernels of torch, which are launched the ordinary way
-        Launch("top_k_indices.cu:top_k_indices", True, ("indices",), "start", case="cuda, on Hopper"),
+        Launch("top_k_indices.cu:top_k_indices", ("indices",), "start", case="cuda, on Hopper"),
     ),
-    "merge_attn_states": (
-        Launch("merge_attn_states.py:merge_attn_states_kernel", False, OUT, waits="launch"),
-    ),
-    "copy_blocks": (
-        Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),
-    ),
-    "advance_step": (Launch("advance_step.py:advance_step_kernel", False, INPUTS, waits="launch"),),
+    "merge_attn_states": (Launch("merge_attn_states.py:merge_attn_states_kernel", OUT, waits="launch"),),
+    "copy_blocks": (Launch("copy_blocks.py:copy_blocks_kernel", (CONTEXT,), waits="launch", fence=True),),
+    "advance_step": (Launch("advance_step.py:advance_step_kernel", INPUTS, waits="launch"),),
     "sample_tokens": (
-        Launch(
-            "sample_tokens.py:sample_tiles_kernel", True, SCRATCH, "start", case="tiles of the vocabulary"
-        ),
-        Launch("sample_tokens.py:merge_tiles_kernel", True, ("out",), "start", case="merge of a row's tiles"),
+        Launch("sample_tokens.py:sample_tiles_kernel", SCRATCH, "start", case="tiles of the vocabulary"),
+        Launch("sample_tokens.py:merge_tiles_kernel", ("out",), "start", case="merge of a row's tiles"),
     ),
-    "accept_tokens": (Launch("accept_tokens.py:accept_tokens_kernel", True, (*INPUTS, *RESULTS)),),
+    "accept_tokens": (Launch("accept_tokens.py:accept_tokens_kernel", (*INPUTS, *RESULTS)),),
     "finish_step": (
         Launch(
             "sample_tokens.py:sample_tiles_kernel",
-            True,
             SCRATCH,
             "start",
             ROW,
@@ -374,7 +332,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "finish_step.py:finish_step_kernel",
-            True,
             (*INPUTS, *RESULTS),
             reads_early=(*ROW, *STATE),
             case="end of the step",
@@ -383,47 +340,37 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "embedding": (
         Launch(
             "embedding.py:embedding_kernel",
-            True,
             ("out",),
             "wait",
             why="what stands behind it finds the step's metadata complete",
         ),
     ),
-    "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", True, ("out", "residual"), "start", ("weight",)),),
+    "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", ("out", "residual"), "start", ("weight",)),),
     "route_experts": (
-        Launch("route_experts.py:router_logits_kernel", True, SCRATCH, "start", ("weight",), case="scores"),
-        Launch("route_experts.py:choose_experts_kernel", True, ("ids", "weights"), "start", case="choice"),
+        Launch("route_experts.py:router_logits_kernel", SCRATCH, "start", ("weight",), case="scores"),
+        Launch("route_experts.py:choose_experts_kernel", ("ids", "weights"), "start", case="choice"),
     ),
     "apply_experts": (
         Launch(
             "one_token.py:token_inner_kernel",
-            True,
             SCRATCH,
             "start",
             ("shared_gate_up",),
             case="one token, inner numbers",
         ),
         Launch(
-            "one_token.py:token_out_kernel",
-            True,
-            ("out",),
-            "start",
-            ("shared_down",),
-            case="one token, output",
+            "one_token.py:token_out_kernel", ("out",), "start", ("shared_down",), case="one token, output"
         ),
-        Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "start", case="gate and up"),
-        Launch("apply_experts.py:experts_down_kernel", True, SCRATCH, "start", case="down"),
-        Launch(
-            "apply_experts.py:experts_sum_kernel", True, ("out",), "start", case="sum of a token's experts"
-        ),
+        Launch("apply_experts.py:experts_inner_kernel", SCRATCH, "start", case="gate and up"),
+        Launch("apply_experts.py:experts_down_kernel", SCRATCH, "start", case="down"),
+        Launch("apply_experts.py:experts_sum_kernel", ("out",), "start", case="sum of a token's experts"),
     ),
-    "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", False, ("out",), waits="launch"),),
-    "gate_heads": (Launch("gate_heads.py:gate_heads_kernel", True, ("out",), "start"),),
+    "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", ("out",), waits="launch"),),
+    "gate_heads": (Launch("gate_heads.py:gate_heads_kernel", ("out",), "start"),),
     "linear": (
-        Launch("linear.cu:linear", True, ("out",), "start", ("weight", "norm_weight"), case="1 to 8 tokens"),
+        Launch("linear.cu:linear", ("out",), "start", ("weight", "norm_weight"), case="1 to 8 tokens"),
         Launch(
             "linear.cu:linear",
-            True,
             ("out",),
             "wait",
             ("weight", "norm_weight"),
@@ -432,7 +379,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "linear_wide.cu:linear_wide",
-            True,
             ("out",),
             "issued",
             ("weight",),
@@ -441,7 +387,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch(
             "norm.cu:rms_norm",
-            True,
             SCRATCH,
             "start",
             ("norm_weight",),
@@ -461,14 +406,4 @@ def reads_early() -> list[str]:
         op
         for op, launches in STREAM_ORDER.items()
         if any(set(launch.reads_early) - set(CONSTANTS) for launch in launches)
-    ]
-
-
-def writers(tensor: str) -> list[tuple[str, Launch]]:
-    """``(op, launch)`` of every kernel here that stores to ``tensor``."""
-    return [
-        (op, launch)
-        for op, launches in STREAM_ORDER.items()
-        for launch in launches
-        if tensor in launch.writes
     ]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from torchpaged import ArgumentError, NotCopyableError, PagedKVCache
-from torchpaged.cache import KVLayerSpec, LatentLayerSpec, StateLayerSpec, host_blocks
+from torchpaged.cache import KVLayerSpec, LatentLayerSpec, StateLayerSpec, host_copies
 from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.host_copies import HostMemory
 from torchpaged.cache.latent import IndexedLatentLayerSpec
 from torchpaged.custom_ops.block_ops import many_copies
 
@@ -41,7 +42,7 @@ def filled(layers: Sequence[Any], **options: Any) -> tuple[PagedKVCache, dict[st
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
 def test_blocks_come_back_as_they_left(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cache, pools = filled(**options)
-    monkeypatch.setattr(host_blocks, "_PIECE", 4096)  # slots lie in several pieces of memory
+    monkeypatch.setattr(host_copies, "_PIECE", 4096)  # slots lie in several pieces of memory
     host = HostBlocks(cache, 40 * cache.bytes_per_block + 4096)
     assert host.bytes_per_block == cache.bytes_per_block
     others = {name: x.clone() for name, x in cache.tensors().items() if name not in pools}
@@ -89,7 +90,7 @@ def test_all_slots_are_one_call_of_the_driver(out: bool, monkeypatch: pytest.Mon
         return 0
 
     monkeypatch.setattr(many_copies, "_call", lambda: driver)
-    memory = host_blocks._Memory(40 * 24, 24, False)
+    memory = HostMemory(40 * 24, 24, False)
     assert memory._rows == 2  # slots of a piece
     slots, stream = [3, 4, 17, 0, 6, 7, 8], SimpleNamespace(cuda_stream=77)
     buffer = torch.randint(0, 256, (9, 24), dtype=torch.uint8)

@@ -9,7 +9,8 @@ state.py         one state per request, `StateLayerSpec`: gated delta nets, Mamb
 kv_cache.py      the pools of a model, of layers of any kind
 block_pool.py    free blocks and holders, host data only
 requests.py      requests that grow and fork, and the metadata of their steps
-host_blocks.py   `HostBlocks`: blocks in host memory, and the copies there and back (swap)
+host_blocks.py   `HostBlocks`: blocks in host memory, copied there and back (swap)
+host_copies.py   the memory, buffers and streams of these copies on a GPU
 host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that the pool gave up
 disk_blocks.py   `DiskBlocks`: blocks in a file, with checksums, written and read by threads; the way back
 disk_tier.py     `DiskTier`: a `HostTier` whose oldest copies go on to such a file

@@ -12,28 +12,18 @@ once what `swap_in` read of it has arrived. On a CPU they are plain copies.
 """
 
 import time
-import weakref
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchpaged.cache.block_pool import NULL_BLOCK
+from torchpaged.cache.host_copies import STAGING, GPUCopies, HostMemory
 from torchpaged.cache.kv_cache import PagedKVCache
-from torchpaged.custom_ops.block_ops.many_copies import can_copy_many, copy_many
-from torchpaged.custom_ops.block_ops.packing import BlockPacking
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, of_bytes
-from torchpaged.metadata.host import to_device
-
-#: Bytes on the GPU that a part of a copy goes through; there are two of them for each way.
-_STAGING = 64 * 2**20
-#: Pinned memory comes in powers of two: in pieces of so many bytes no more than asked is taken.
-_PIECE = 256 * 2**20
 
 
 class Arrival(Protocol):
@@ -57,19 +47,6 @@ class _Arrived:
 
     def wait(self) -> None:
         return
-
-    leave = wait
-
-
-class _OnStream:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event, self._device = event, device
-
-    def ready(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     leave = wait
 
@@ -111,7 +88,7 @@ class HostBlocks(NotCopied):
         self._places = [sum(widths[:part]) for part in range(len(widths) + 1)]
         self.bytes_per_block, self._device = self._places[-1], cache.device
         self._on_gpu = cache.device.type == "cuda"
-        self._memory = _Memory(memory_budget, self.bytes_per_block, self._on_gpu)
+        self._memory = HostMemory(memory_budget, self.bytes_per_block, self._on_gpu)
         self.num_slots = self._memory.num_slots
         if not self.num_slots:
             raise ArgumentError(
@@ -120,9 +97,8 @@ class HostBlocks(NotCopied):
                 str(memory_budget),
             )
         with torch.inference_mode(False):
-            self._copies = (
-                _GPUCopies(self._pools, self._places, self._memory, cache.device) if self._on_gpu else None
-            )
+            made = (self._pools, self._places, self._memory, cache.device)
+            self._copies = GPUCopies(*made) if self._on_gpu else None
         self.out_rate, self.in_rate = self._measure()
 
     def __repr__(self) -> str:
@@ -184,7 +160,7 @@ class HostBlocks(NotCopied):
 
     def _measure(self) -> tuple[float, float]:
         """Bytes per second out and in, of the null block, which holds nothing; kernels are compiled by it."""
-        count = min(self.num_slots, max(1, _STAGING // self.bytes_per_block))
+        count = min(self.num_slots, max(1, STAGING // self.bytes_per_block))
         blocks, slots, seconds = [NULL_BLOCK] * count, list(range(count)), [0.0, 0.0]
         for _ in range(2):  # the first of each pays for the first touch of the memory
             seconds = [
@@ -205,145 +181,3 @@ class HostBlocks(NotCopied):
         """Wait on the host until all copies are done."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-
-
-class _Memory:
-    """Host memory for blocks, pinned or not, in pieces."""
-
-    def __init__(self, memory_budget: int, row_bytes: int, pin: bool) -> None:
-        sixteenth = 1 << max(memory_budget.bit_length() - 4, 0)  # or up to an eighth: no more is left over
-        piece = max(min(_PIECE, sixteenth), row_bytes)
-        self._rows, size = piece // row_bytes, (piece // row_bytes, row_bytes)
-        with torch.inference_mode(False):
-            self.pieces = [
-                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
-                for _ in range(memory_budget // piece)
-            ]
-        self.num_slots = len(self.pieces) * self._rows
-        self._row_bytes, places = row_bytes, range(0, self._rows * row_bytes, row_bytes)
-        bases = [piece.data_ptr() for piece in self.pieces]
-        self._addresses = array("Q", [base + place for base in bases for place in places])  # of slots
-
-    def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Of neighbouring slots: where in ``slots`` a run begins, and its memory ``[n, bytes]``."""
-        for start, end in pairwise(self._edges(slots)):
-            piece, row = divmod(slots[start], self._rows)
-            yield start, self.pieces[piece][row : row + end - start]
-
-    def _edges(self, slots: Sequence[int]) -> list[int]:
-        """Where in ``slots`` runs of neighbours in one piece begin; then their number."""
-        rows = self._rows
-        inner = [n for n, (a, b) in enumerate(pairwise(slots), 1) if b != a + 1 or not b % rows]
-        return [0, *inner, len(slots)] if slots else []
-
-    def copy(self, buffer: Tensor, slots: Sequence[int], out: bool, stream: torch.cuda.Stream) -> None:
-        """Between the rows of ``buffer`` on a GPU and ``slots``."""
-        if not can_copy_many():
-            with torch.cuda.stream(stream):
-                for start, held in self.runs(slots):
-                    rows = buffer[start : start + len(held)]
-                    (held if out else rows).copy_(rows if out else held, non_blocking=True)
-            return
-        edges, base, size = self._edges(slots), buffer.data_ptr(), self._row_bytes
-        there = [self._addresses[slots[start]] for start in edges[:-1]]
-        here = [base + start * size for start in edges[:-1]]
-        sizes = [(end - start) * size for start, end in pairwise(edges)]
-        copy_many(there if out else here, here if out else there, sizes, stream.cuda_stream)
-
-
-def _tell_allocator(pieces: list[Tensor], streams: Sequence[torch.cuda.Stream], byte: Tensor) -> None:
-    """That these streams use ``pieces``, which are about to be freed: of copies that are not its own torch's
-    allocator does not know, and would give pinned memory away in the middle of one. ``byte``: on the GPU."""
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            for piece in pieces:
-                byte.copy_(piece[0, :1], non_blocking=True)
-        byte.record_stream(stream)
-
-
-class _GPUCopies:
-    """Through buffers on the GPU.
-
-    Args:
-        pools: ``[num_blocks, bytes]`` uint8 each.
-        places: where a block of each begins in a row; then the bytes of a row.
-        memory: on the host.
-        device: a GPU.
-    """
-
-    def __init__(self, pools: list[Tensor], places: list[int], memory: _Memory, device: torch.device) -> None:
-        self._memory = memory
-        self._device = device
-        self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
-        self._packing = BlockPacking(pools, places[:-1])
-        self._unpacks = torch.cuda.Stream(device)
-        # Freed in the middle of a copy, memory waits for it.
-        for tensor in (*pools, *self._packing.tables, *self._in.buffers):
-            tensor.record_stream(self._unpacks)
-        streams = self._out.stream, self._in.stream
-        byte = torch.empty(1, dtype=torch.uint8, device=device)
-        weakref.finalize(self, _tell_allocator, memory.pieces, streams, byte).atexit = False
-
-    def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than
-        both buffers hold makes the current stream wait for the link."""
-        current = torch.cuda.current_stream(self._device)
-        ids = to_device(blocks, torch.int64, self._device)
-        for first, buffer, free in self._out.parts(len(blocks)):
-            current.wait_event(free)
-            with torch.cuda.device(self._device):  # the driver's call, too, is of its context
-                self._packing.run(buffer, ids[first : first + len(buffer)], unpack=False)
-                self._out.stream.wait_stream(current)
-                self._memory.copy(buffer, slots[first : first + len(buffer)], True, self._out.stream)
-            free.record(self._out.stream)
-
-    def fence(self) -> Callable[[], None]:
-        """See `HostBlocks.fence`."""
-        events = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        for event, stream in zip(events, (self._out.stream, self._in.stream), strict=True):
-            event.record(stream)
-
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
-
-    def order(self) -> None:
-        """Copies to the host come after those back that were begun."""
-        self._out.stream.wait_stream(self._in.stream)
-
-    def into(self, slots: Sequence[int], blocks: Sequence[int]) -> _OnStream:
-        """The way back; when all of them have arrived. What is launched by now may still use the blocks, or
-        fill the slots. Unpacked on a stream of its own, beside the copy of the next part."""
-        current = torch.cuda.current_stream(self._device)
-        self._in.stream.wait_stream(self._out.stream)
-        with torch.cuda.stream(self._unpacks):
-            ids = to_device(blocks, torch.int64, self._device)
-            self._unpacks.wait_stream(current)
-            for first, buffer, free in self._in.parts(len(blocks)):
-                self._in.stream.wait_event(free)
-                self._memory.copy(buffer, slots[first : first + len(buffer)], False, self._in.stream)
-                self._unpacks.wait_stream(self._in.stream)
-                self._packing.run(buffer, ids[first : first + len(buffer)], unpack=True)
-                free.record(self._unpacks)
-        return _OnStream(self._unpacks.record_event(), self._device)
-
-
-class _Buffers:
-    """Two buffers and the stream of one way: one is filled while the other is emptied."""
-
-    def __init__(self, row_bytes: int, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.rows, self._next = max(1, _STAGING // row_bytes), 0
-        self.buffers = [torch.empty(self.rows, row_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        for buffer in self.buffers:
-            buffer.record_stream(self.stream)
-        self._free = [torch.cuda.Event() for _ in range(2)]
-
-    def parts(self, count: int) -> Iterator[tuple[int, Tensor, torch.cuda.Event]]:
-        """Parts of ``count`` blocks that a buffer holds: where each begins, as many rows of the buffer, and
-        the event of its last use."""
-        for first in range(0, count, self.rows):
-            turn, self._next = self._next, 1 - self._next
-            yield first, self.buffers[turn][: count - first], self._free[turn]

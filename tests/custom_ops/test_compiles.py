@@ -15,10 +15,10 @@ import torch
 
 from torchpaged.custom_ops import ahead, compiles, launches
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.custom_ops.triton import kernel_store, launching
+from torchpaged.custom_ops.triton import kernel_store, launching, stored_kernel
 from torchpaged.custom_ops.triton.compile_together import compile_together
 
-_NAMED = kernel_store.KernelRef("", "some_kernel")
+_NAMED = stored_kernel.KernelRef("", "some_kernel")
 
 
 def test_torch_compile_reports_once_a_graph_and_after_a_reset() -> None:
@@ -99,7 +99,7 @@ def test_threads_that_wait_hold_no_memory_of_a_step(gpu: None, dtype: torch.dtyp
     kernel.warmup = warmup  # type: ignore[assignment]
     x = torch.zeros(4096, dtype=dtype)[first:]
     given = x, _Record(x, 16), 3, None
-    alive, wanted = weakref.ref(x), kernel_store.specialise(_NAMED, kernel_store.flatten(given))
+    alive, wanted = weakref.ref(x), stored_kernel.specialise(_NAMED, stored_kernel.flatten(given))
     with ahead.gathering() as gathered:
         kernel_store.launch_kernel(kernel, (1,), *given)
     del x, given
@@ -108,7 +108,7 @@ def test_threads_that_wait_hold_no_memory_of_a_step(gpu: None, dtype: torch.dtyp
     finally:
         may_end.set()
         gathered.wait()
-    assert kernel_store.specialise(_NAMED, kernel_store.flatten(seen)) == wanted
+    assert stored_kernel.specialise(_NAMED, stored_kernel.flatten(seen)) == wanted
     assert type(seen[1]) is _Record
     assert seen[0].untyped_storage().nbytes() <= 64
 

@@ -15,8 +15,9 @@ from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.pools import head_stride
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.compile_together import compile_together
-from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
+from torchpaged.custom_ops.triton.kernel_store import Launch
 from torchpaged.custom_ops.triton.records import Batch, Results
+from torchpaged.custom_ops.triton.stored_kernel import KernelRef
 
 _PREFILL = KernelRef(
     "attention.triton.prefill",

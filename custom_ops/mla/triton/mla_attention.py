@@ -11,8 +11,9 @@ from torchpaged.custom_ops.mla.check import check_mla_attention
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.custom_ops.mla.triton import config
 from torchpaged.custom_ops.triton import launching
-from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
+from torchpaged.custom_ops.triton.kernel_store import Launch
 from torchpaged.custom_ops.triton.records import Batch, Results
+from torchpaged.custom_ops.triton.stored_kernel import KernelRef
 
 _ATTEND = KernelRef(
     "mla.triton.attend",

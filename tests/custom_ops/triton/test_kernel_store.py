@@ -23,8 +23,9 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.triton import paged_attention
 from torchpaged.custom_ops.cuda import cubins, loaded_kernel
 from torchpaged.custom_ops.mla.triton import mla_attention
-from torchpaged.custom_ops.triton import installation, kernel_store
-from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
+from torchpaged.custom_ops.triton import installation, kernel_store, stored_kernel
+from torchpaged.custom_ops.triton.kernel_store import Launch
+from torchpaged.custom_ops.triton.stored_kernel import KernelRef
 from torchpaged.testing import BatchSpec, make_batch, run_paged_attention
 
 REFS: dict[str, tuple[KernelRef, Any]] = {
@@ -92,7 +93,7 @@ def records(launch: launched.Launch) -> tuple[Any, ...]:
 
 
 def as_records(like: tuple[Any, ...], flat: Sequence[Any]) -> tuple[Any, ...]:
-    """The inverse of `kernel_store.flatten`."""
+    """The inverse of `stored_kernel.flatten`."""
     left = iter(flat)
     return tuple(
         type(value)(*itertools.islice(left, len(value))) if isinstance(value, tuple) else next(left)
@@ -112,15 +113,17 @@ def test_what_is_passed_is_what_the_machine_code_takes(kind: str) -> None:
     assert [launch.name for launch in launches] == names
     for launch in launches:
         compiled = launched.compile_launch(launch)
-        specialisation = kernel_store.specialise(REFS[launch.name][0], kernel_store.flatten(records(launch)))
+        specialisation = stored_kernel.specialise(
+            REFS[launch.name][0], stored_kernel.flatten(records(launch))
+        )
         content = kernel_store.pack(compiled, specialisation)
         assert content is not None
         assert content.partition(b"\n")[2] == compiled.asm["cubin"]
-        types = kernel_store.parameters(specialisation)[1]
+        types = stored_kernel.parameters(specialisation)[1]
         entry = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
         assert entry is not None
         sizes = [BYTES[kind] for kind in re.findall(r"\.param \.(\w+)", entry[1])]
-        expected = [size for _, size in kernel_store._layout(types)]
+        expected = [size for _, size in stored_kernel.layout(types)]
         assert sizes in (expected, expected[:-1], expected[:-2]), (sizes, expected)
 
 
@@ -139,7 +142,7 @@ def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
         CUDABackend(triton.backends.compiler.GPUTarget("cuda", 90, 32)),
     )
     given = records(launch)
-    arguments = kernel_store.flatten(given)
+    arguments = stored_kernel.flatten(given)
     names = [p.name for p in jit_function.params]
     constants = {key: launch.arguments[key] for key in names[len(given) :]}
     storage = torch.zeros(64, dtype=torch.int8)
@@ -158,7 +161,7 @@ def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
         seen: dict[object, object] = {}
         for other in tries:
             changed = (*arguments[:place], other, *arguments[place + 1 :])
-            ours = kernel_store.specialise(ref, changed)
+            ours = stored_kernel.specialise(ref, changed)
             theirs = str(bind(*as_records(given, changed), **constants)[1])
             assert seen.setdefault(ours, theirs) == theirs, (
                 f"argument {place}: {other!r} is another kernel to Triton"

@@ -6,7 +6,7 @@ that fits.
     output = graphs.start(3).output     # the graph of bucket 4, over the inputs as they are
 
 ``inputs`` are any object of the shape of `StaticInputs`. What a step computes, how its inputs get their
-values and what its output means is for those who derive from it: `DecodeGraphRunner` and `PackedGraphRunner`
+values and what its output means is for its subclasses: `DecodeGraphRunner` and `PackedGraphRunner`
 load batches from the host, the engine keeps its requests on the device.
 """
 
@@ -263,7 +263,7 @@ class BucketedGraphs(NotCopied):
         return graph
 
     def _replay(self, graph: Captured) -> None:
-        """Replay ``graph``; for those who keep books of what was started, to do it right around
+        """Replay ``graph``; for callers that record what was started, to do it right around
         the replay."""
         graph.replay()
 

@@ -103,10 +103,10 @@ class CudaCapture:
     def _after_failure(self, pool: Any) -> None:
         """Repair the state that torch leaves behind a capture that ended in an error."""
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        # The default generator believes that it is captured; a clone of its state does not.
+        # The default generator's state says that it is captured; a clone of its state does not.
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
-        # Up to torch 2.12 (pytorch#180395) the allocator believes so too: memory that another stream used,
+        # Up to torch 2.12 (pytorch#180395) so does the allocator's: memory that another stream used,
         # and empty_cache(), would free nothing any more. There is no public call; this one raises where
         # nothing is left to end.
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""PagedAttention: the drop-in layer for anyone's model.
+"""PagedAttention: the drop-in layer for a model of your own.
 
     attention = PagedAttention(num_heads=32, head_dim=128, num_kv_heads=8)
     out = attention(query, key, value, kv_cache[layer], metadata)

@@ -283,7 +283,7 @@ class ModelState:
         """Refuse to go on with what the modules were.
 
         Args:
-            by: who relies on it.
+            by: what relies on it.
             fix: what to do.
             changed: `changed`, `changed_weights` or `changed_but_weights`.
 

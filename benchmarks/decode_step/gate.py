@@ -1,5 +1,5 @@
-"""The gate of the decode-step benchmark: who passes computes what HuggingFace's model computes, as exactly as
-its bf16 does.
+"""The gate of the decode-step benchmark: a contender that passes computes what HuggingFace's model computes,
+as exactly as its bf16 does.
 
 Fixed random tokens are fed (teacher forcing) to requests of different lengths: a prefill through the paged
 model, then a few decode steps. Two limits, both relative to what HuggingFace's eager model of the same dtype

@@ -204,7 +204,7 @@ def serve(
     engine: Engine, load: list[Request], rate: float | None, steps: Steps | None = None
 ) -> dict[str, Any]:
     """Submit each request at its time (``rate`` None: all at once), read all tokens; seconds. ``steps`` is
-    told of each step; what it costs is in them."""
+    called at each step; what it costs is in them."""
     arrivals = arrivals_of(len(load), rate)
     came: dict[Any, float] = {}
     last: dict[Any, float] = {}

@@ -88,7 +88,7 @@ def paged_attention(call: AttentionCall) -> None:
         queries, keys_at, hidden = order, torch.arange(length, device=q.device), None
         if call.tree_mask is not None:
             queries, keys_at, hidden = tree_positions(call.tree_mask[start:end], length)
-        # A copy: products give other bits at other alignments, and who comes before must not matter.
+        # A copy: products give other bits at other alignments, and the requests before must not matter.
         own = q[start:end].to(dtype, copy=True)
         scores = torch.einsum("shd,lhd->hsl", own, keys) * call.scale
         if call.logits_soft_cap > 0:

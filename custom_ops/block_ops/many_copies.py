@@ -39,7 +39,7 @@ def can_copy_many() -> bool:
 def copy_many(to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: int) -> None:
     """Start copies, in any order among each other, on ``stream``, none of which is the default one.
 
-    torch's allocators do not learn of them: who calls this keeps the memory.
+    torch's allocators do not know of them: the caller keeps the memory alive.
 
     Args:
         to, source: addresses.

@@ -1,4 +1,4 @@
-"""Machine code on disk: whole, or as good as absent. The driver is told no length, so a cut file would be
+"""Machine code on disk: whole, or as good as absent. The driver gets no length, so a cut file would be
 read past its end.
 
 A file holds a magic number, the SHA-256 of the code and the code. It is written under another name, flushed

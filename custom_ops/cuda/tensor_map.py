@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine (TMA) is told of a tensor, and of the boxes that a copy takes."""
+"""Tensor maps: what the copy engine (TMA) needs to know of a tensor, and of the boxes that a copy takes."""
 
 import ctypes
 from typing import Any

@@ -9,8 +9,8 @@ compiler. What is kept here is for one specialisation as Triton's JIT cuts them:
 constants, pointers and integers divisible by 16 are known to be. Its name is a hash of that, of our sources,
 of the options, the GPU's compute capability and the Triton that is installed.
 
-How a kernel takes its arguments is Triton's affair and may change. So the machine code itself is asked, by
-the driver: if its parameters are not those that would be passed, it is Triton that launches. The same where
+How a kernel takes its arguments is internal to Triton and may change. So the driver reads the parameters of
+the machine code: if they are not those that would be passed, Triton launches. The same where
 anything but the default is asked of Triton: variables of its environment, hooks around launches; on AMD; and
 where cuda-bindings is absent.
 """
@@ -128,7 +128,7 @@ def pack(compiled: Any, specialisation: tuple[object, ...]) -> bytes | None:
 
 
 def _load(content: bytes, key: tuple[object, ...]) -> StoredKernel | None:
-    """None if the driver or the machine code has something against it: then Triton launches."""
+    """None if the driver refuses it or its parameters differ: then Triton launches."""
     head, _, code = content.partition(b"\n")
     try:
         return StoredKernel(json.loads(head), code, key[2])  # type: ignore[arg-type]

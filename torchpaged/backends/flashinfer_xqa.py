@@ -89,7 +89,7 @@ def _refuse(call: AttentionCall) -> None:
         reasons.append("an fp8 pool is not supported")
     if reasons:
         raise unable("flashinfer_xqa", *reasons)
-    if call.k_cache.stride() != call.v_cache.stride():  # the kernel is told one of them
+    if call.k_cache.stride() != call.v_cache.stride():  # the kernel gets one of them
         raise ArgumentError(
             "v_cache", f"the strides of k_cache, {call.k_cache.stride()}", str(call.v_cache.stride())
         )

@@ -9,7 +9,7 @@ What runs is compiled per shape (flex_compiled.py); in eager calls tokens and re
 two, so that there are few.
 
 Where a spec asks for batch invariance, tiles are of one size and run in the kernel that goes through a
-request's blocks one after the other: who else is in the batch changes neither.
+request's blocks one after the other: other requests of the batch change neither.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""Where keys and values live: `PagedKVCache` (the tensors), `BlockPool` (who owns which block), and the kinds
-of layers that there are.
+"""Where keys and values live: `PagedKVCache` (the tensors), `BlockPool` (the holders of each block), and the
+kinds of layers that there are.
 
 kinds.py         what a kind of layer cache is, and the registry
 kv.py            the usual kind, `KVLayerSpec`: keys and values; a layer's pools are a `LayerKVCache`

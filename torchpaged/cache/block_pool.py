@@ -72,7 +72,7 @@ class BlockPool:
         self._copier: weakref.WeakMethod[Callable[[list[tuple[int, int]]], None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: who knows what the blocks hold is not copied with it."""
+        """Of a copy, without the callbacks of `watch` and `copied_by`."""
         free, kept = [*self._free, *reversed(list(self._idle))], dict[int, Any]()
         idle = IdleBlocks(None, kept, self._held)
         forgotten: dict[str, Any] = {"_free": free, "_kept": kept, "_idle": idle, "_given_up": None}
@@ -231,8 +231,8 @@ class BlockPool:
 
     @property
     def copier(self) -> Callable[[list[tuple[int, int]]], None] | None:
-        """What `copied_by` was told, behind the ``flush`` of `watch`; None: nothing, or its object is
-        gone."""
+        """The method of `copied_by`, called behind the ``flush`` of `watch`; None: there is none, or its
+        object is gone."""
         copier, flush = None if self._copier is None else self._copier(), self._flush
         if copier is None or flush is None:
             return copier
@@ -251,7 +251,7 @@ class BlockPool:
         policy: EvictionPolicy | None = None,
         flush: Callable[[], None] | None = None,
     ) -> None:
-        """Be told of blocks whose contents are lost.
+        """Set the callbacks for blocks whose contents are lost.
 
         Args:
             given_up: called with blocks of `keep` when what they hold is no longer kept, and with that by
@@ -270,7 +270,7 @@ class BlockPool:
         self._idle = IdleBlocks(policy, self._kept, self._held)
 
     def keep(self, blocks: Sequence[int], what: Any) -> None:
-        """What ``blocks``, which have holders, hold may outlive these: ``what`` is told to `watch`.
+        """What ``blocks``, which have holders, hold may outlive these: the callback of `watch` gets ``what``.
 
         Raises:
             ArgumentError: a block that is free, or kept already.
@@ -328,7 +328,7 @@ class BlockPool:
         lost."""
         try:
             self._give_up(list(reversed(self._kept)))  # of a run the last first, which costs less
-        finally:  # what is told of it may raise: all is free even then
+        finally:  # the callback may raise: all is free even then
             for books in (self._held, self._more, self._kept):
                 books.clear()
             self._free = list(range(self.num_blocks - 1, 0, -1))

@@ -217,7 +217,7 @@ class CachedText:
         blocks.reverse()  # the last first: see `Run.lose`
         cache._forgotten(blocks, cache.pool._kept)
         cache._not_saved.difference_update(blocks)
-        if done:  # who computes the first block again finds nothing behind it
+        if done:  # one that computes the first block again finds nothing behind it
             key = runs.key(runs.origin, self._data, 0, self._extra)
             runs.by_key.pop(key, None)
             cache._note(key, "failed")
@@ -227,8 +227,8 @@ class CachedText:
                 drops.callback(cache.pool.drop, block)
 
     def leave(self) -> None:
-        """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
-        freed."""
+        """It computes nothing more: requests that wait for blocks that it promised compute these themselves.
+        Before its blocks are freed."""
         if self._promised_end:
             self._promised_end = 0
             self._promise_next()

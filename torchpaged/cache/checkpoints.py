@@ -62,7 +62,9 @@ class CheckpointedPrefixCache(PrefixCache):
         self._of_block: OrderedDict[int, int] = OrderedDict()  # checkpoints, that used longest ago first
         self._unused: OrderedDict[int, None] = OrderedDict()  # blocks of those made on the way, oldest first
         self._evicted: set[int] = set()  # known blocks whose checkpoints were given up
-        self._coming: dict[int, CheckpointedText] = {}  # known blocks, and who makes a checkpoint behind them
+        self._coming: dict[
+            int, CheckpointedText
+        ] = {}  # known blocks -> the text that makes a checkpoint behind
         self._free_all()
 
     def _free_all(self) -> None:
@@ -213,7 +215,7 @@ class CheckpointedText(CachedText):
         return cache._add(block, self._made if on_the_way else None)
 
     def _answer(self, num_tokens: int | None = None) -> None:
-        """Who waits for its checkpoint behind so many tokens, or for any, waits no longer."""
+        """Requests wait no longer for its checkpoint behind so many tokens; None: for any of them."""
         coming, size = self._cache._coming, self._cache.block_size
         for block, text in list(coming.items()):
             if text is self and (num_tokens is None or num_tokens >= self._shared * size):

@@ -172,7 +172,7 @@ class DiskTier(HostTier):
     def clear(self) -> None:
         """See `HostTier`; waits for what is read or written right now."""
         self._reading.clear()
-        for one in list(self._returning):  # only who waits gets it
+        for one in list(self._returning):  # for the requests that wait
             one.job.wait()
             self._returned(one)
         self._settle_writes()

@@ -29,8 +29,8 @@ from torchpaged.custom_ops.words import counted, one_line
 class EvictionPolicy(Protocol):
     """The order in which idle blocks without a pin are given up: blocks without holders whose contents are
     kept. Called within a step, once per block: each call should cost O(1). A policy belongs to one pool. What
-    it raises is raised by who moved the blocks, and none is lost: one that `add` raised for is given up after
-    those that it has."""
+    it raises is raised to the caller that moved the blocks, and none is lost: one that `add` raised for is
+    given up after those that it has."""
 
     def add(self, block: int) -> None:
         """``block`` has lost its last holder; of a text's blocks the last comes first."""

@@ -146,7 +146,8 @@ class HostBlocks(NotCopied):
         return _Arrived()
 
     def row(self, slot: int) -> Tensor:
-        """The memory of a slot, ``[bytes_per_block]`` uint8. Who reads or fills it waits for a `fence`."""
+        """The memory of a slot, ``[bytes_per_block]`` uint8. A `fence` is waited for before it is read
+        or filled."""
         [(_, held)] = self._memory.runs([slot])
         return held[0]
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from torchpaged.cache.host_blocks import Arrival, HostBlocks
 from torchpaged.custom_ops.words import counted, one_line
 
-#: Told of a load when it is known: blocks that a disk had, blocks at the end that did not arrive, and why.
+#: Called once a load has ended: blocks that a disk had, blocks at the end that did not arrive, and why.
 Told: TypeAlias = Callable[[int, int, str], None]
 
 

@@ -24,8 +24,8 @@ class IdleBlocks:
 
     Args:
         policy: for those without a pin; None: the one left longest ago goes first, as `LRU` says.
-        kept, held: blocks whose contents are kept, and blocks with holders, as the pool has them; who is in
-            the former and not in the latter is idle.
+        kept, held: blocks whose contents are kept, and blocks with holders, as the pool has them; those in
+            the former and not in the latter are idle.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ class PrefixCache(PrefixBooks):
         Args:
             tokens: ids, signed 64-bit integers. Where keys and values depend on more than ids, as behind an
                 image, put ids in the place of its tokens that stand for its content: a hash of it.
-            extra: what else they depend on, or who may know of them: an adapter's name, a tenant's salt.
+            extra: what else they depend on, or which requests may share them: an adapter's name, a tenant's
+            salt.
                 Texts share with those of an equal one only.
 
         Raises:

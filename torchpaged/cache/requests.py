@@ -34,7 +34,7 @@ class RowHolds:
 
     A fork makes chunks of `CHUNK` full blocks of its parent, each with a count of the rows that share it; a
     further row is one more in each count. The pool sees one holder of a chunk's blocks, however many rows
-    share it. Blocks behind the chunks, at first all, a row holds one by one, as everyone else does.
+    share it. Blocks behind the chunks, at first all, a row holds one by one, as other holders do.
     """
 
     def __init__(self) -> None:

@@ -131,7 +131,7 @@ def load_prefixes(
 
 class _KnownBlock(NamedTuple):
     """A block's ``tokens``, 8 bytes each; ``parent``: the place of the block in front in a list of such, -1:
-    it begins a text; ``extra``: what `PrefixCache.text` was told of this."""
+    it begins a text; ``extra``: of `PrefixCache.text`."""
 
     parent: int
     tokens: bytes

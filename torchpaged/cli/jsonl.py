@@ -99,7 +99,7 @@ def sole_writer(path: str) -> Iterator[None]:
         ArgumentError: another run does, or the file can't be written.
     """
     check_writable(path, "--output")
-    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device is anybody's
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device is not ours to replace
         yield
         return
     with contextlib.ExitStack() as stack:

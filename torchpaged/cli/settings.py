@@ -30,7 +30,7 @@ _SAMPLING = (
 
 
 def dtype_named(name: str, flag: str, of_caches: bool = False) -> torch.dtype:
-    """The dtype of that name; fp8 is for caches, and to be told who can not."""
+    """The dtype of that name; of fp8 for caches alone."""
     short = short_dtype(name)
     known = [short for short in DTYPES if of_caches or not short.startswith("fp8")]
     if short not in known:

@@ -9,7 +9,7 @@
 
 All run in eager mode, under ``torch.compile(fullgraph=True)`` and in a CUDA graph; none waits for the device.
 An argument that changes the result and that no kernel here honours is refused by its name. One that only
-tunes the original's speed is taken, changes nothing, and is told of once, at level INFO of the logger
+tunes the original's speed is taken, changes nothing, and is logged once, at level INFO of the logger
 ``torchpaged.compat``.
 """
 

@@ -20,7 +20,7 @@ class Acceptor:
         stats: count it.
 
     Attributes:
-        first_tokens: tokens that were a request's first; who reads it sets it to 0.
+        first_tokens: tokens that were a request's first; its reader sets it to 0.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
-"""BackgroundLoop: one thread that makes the steps of a `Generator`, so that no call has to.
+"""BackgroundLoop: one thread that makes the steps of a `Generator` in place of its calls.
 
     calls.background = BackgroundLoop(calls, device)
     for event in calls.background.follow(inbox): ...            # in any thread
     async for event in calls.background.events(request_id): ...
 
-It is one more caller: it enters as the others do, and gives way to those that wait. Who wants events leaves a
-`_Follower` for its inbox. Whenever a call is over, of whatever thread, what has happened meanwhile is
+It is one more caller: it enters as the others do, and gives way to those that wait. A caller that wants
+events registers a `_Follower` of its inbox. Whenever a call is over, of any thread, the events since then are
 delivered (`BackgroundLoop.deliver`): reading events needs no lock, and waits for no step.
 
-What a step raises is no error of a request, which ends that request (`Stepper.step`): it is raised by all
-who wait and ends all requests, and the loop goes on with the next ones. An error of that ends the loop; calls
-make their own steps then.
+What a step raises is no error of a request, which ends that request (`Stepper.step`): it is raised in
+all callers that wait and ends all requests, and the loop goes on with the next ones. An error of that ends
+the loop; calls make their own steps then.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _LAST_STEP_SECONDS = 10.0
 
 
 class _Follower(NamedTuple):
-    """Who waits for an inbox.
+    """A caller that waits for an inbox.
 
     Attributes:
         put: takes news, from any thread, and never blocks.
@@ -124,7 +124,7 @@ class BackgroundLoop:
         self._work.put(None)
 
     def end(self, reason: BaseException) -> None:
-        """The same, and who waits for requests that have not ended gets ``reason``; calls make their own
+        """The same, and callers waiting for requests that have not ended get ``reason``; calls make their own
         steps. The caller holds the lock."""
         self.stop()
         if self._calls.background is self:
@@ -137,9 +137,9 @@ class BackgroundLoop:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
-    # ------------------------------------------------------------------------------------- who waits for what
+    # --------------------------------------------------------------------------------- what callers wait for
     def deliver(self) -> None:
-        """Give all who wait the events so far, and wake the thread if there are requests. The caller holds
+        """Give all waiting callers the events so far; wake the thread if there are requests. The caller holds
         the lock."""
         for inbox, follower in list(self._followers.items()):
             more = bool(inbox.live)
@@ -150,7 +150,7 @@ class BackgroundLoop:
             if not told:
                 self._calls.leave(inbox)
             if not more or not told:
-                del self._followers[inbox]  # last: it is told again if Ctrl-C comes twice
+                del self._followers[inbox]  # last: delivered again if Ctrl-C comes twice
         if not self._stopping and not self._calls.closed and self._calls.stepper.requests:
             self._work.put(None)
 
@@ -222,7 +222,7 @@ class BackgroundLoop:
             raise
 
     def _leave(self, inbox: Inbox) -> None:
-        """Have the thread cancel what belongs to ``inbox``: who left must not wait for its step."""
+        """Have the thread cancel what belongs to ``inbox``: a caller that left must not wait for its step."""
         self._calls.leave(inbox, now=False)
         self._work.put(None)
 
@@ -240,7 +240,7 @@ def _read(news: _News) -> tuple[list[TokenEvent], bool]:
     if isinstance(news, ClosedError):
         raise ClosedError(*news.args)
     if isinstance(news, BaseException):
-        # One of its own for each who waits: a traceback grows where it is raised.
+        # One of its own for each waiting caller: a traceback grows where it is raised.
         raise TorchpagedError(
             f"a step of the background loop raised {type(news).__name__}: {news}; its requests are lost, "
             "others may be submitted"

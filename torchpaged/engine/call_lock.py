@@ -16,7 +16,7 @@ _GIVE_WAY_SECONDS = 1e-4
 
 
 class CallLock:
-    """The lock of all calls. Who has it knows that no other thread is inside, and can tell whether it is
+    """The lock of all calls. Its holder knows that no other thread is inside, and can tell whether it is
     inside itself."""
 
     def __init__(self) -> None:

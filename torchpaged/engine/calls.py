@@ -33,7 +33,7 @@ NUM_UNREAD = 1024
 
 
 class Background(Protocol):
-    """Who makes the steps in a thread of its own: `torchpaged.engine.background.BackgroundLoop`.
+    """What makes the steps in a thread of its own: `torchpaged.engine.background.BackgroundLoop`.
 
     Attributes:
         process: where the thread is; a process forked from it has none.
@@ -42,7 +42,7 @@ class Background(Protocol):
     process: int
 
     def deliver(self) -> None:
-        """A call is over: give all who wait what has happened."""
+        """A call is over: give all waiting callers what has happened."""
 
     def follow(self, inbox: Inbox) -> Iterator[TokenEvent]:
         """Events until all requests of ``inbox`` have ended."""
@@ -54,7 +54,7 @@ class Background(Protocol):
         """Of one request, for asyncio."""
 
     def end(self, reason: BaseException) -> None:
-        """No step follows; who waits gets ``reason``."""
+        """No step follows; callers that wait get ``reason``."""
 
     def join(self) -> None:
         """Wait for the thread's end."""

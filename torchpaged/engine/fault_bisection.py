@@ -12,7 +12,8 @@ It passes when each has a few more.
 
 - **Faulty** is a request that raises alone and, after another one passed, alone `RETRIES` times in a row
   without a token: an error that comes for a while and goes ends no request, and one that comes at times only
-  if it came in each of these. Where nobody is left who passed, it raises `PROBES` times.
+  if it came in each of these. Where no request is left that passed, it raises `PROBES`
+  times.
 - **Of the engine** is an error where none passes. `PROBES` consecutive requests that raise alone are enough
   to say so.
 - **Too large** is a group that raises and whose halves pass: steps take at most half as many from then on.
@@ -52,11 +53,11 @@ class FaultBisection:
         error: of that step.
 
     Attributes:
-        group: whom the next steps compute, without the others; None: it is over. Some may have ended.
+        group: requests that the next steps compute, no others; None: it is over. Some may have ended.
         error: as given.
         candidates: as given.
         faulty: requests that make steps raise, and what each raised.
-        is_of_engine: nobody passed.
+        is_of_engine: no request passed.
         limit: requests of a step at most from now on; None: as many as before.
     """
 
@@ -106,7 +107,7 @@ class FaultBisection:
     # -------------------------------------------------------------------------------------------- the retries
     def _all_groups(self) -> _Groups:
         passed, failed, too_large = list[Sequence](), list[Sequence](), list[list[Sequence]]()
-        engine_works = False  # somebody passed after the last of `failed` raised
+        engine_works = False  # a request passed after the last of `failed` raised
         groups = [self.candidates]
         while groups:
             group = _live(groups.pop())
@@ -142,7 +143,7 @@ class FaultBisection:
                 if (yield [probe]) is None and self._has_moved([probe]):
                     engine_works = True
                     passed.append(probe)
-            if not probed:  # who passed has ended
+            if not probed:  # the requests that passed have ended
                 engine_works, retries = bool(passed), PROBES
         if not passed or (failed and not engine_works):
             self.is_of_engine = bool(_live(self.candidates))

@@ -210,7 +210,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         columns = -(-self.max_seq_len // cache.block_size)
         sizes = {"max_blocks_per_req": columns, "block_size": cache.block_size}
         rings = getattr(self.model, "rings", None)
-        first_shared = decided.shares and rings is None  # by which it is seen who shares
+        first_shared = decided.shares and rings is None  # by which requests that share are known
         prefixes, self.cascade_reason = find_prefixes(
             self.model.session, options.cascade, first_shared, **sizes
         )

@@ -77,7 +77,7 @@ class Lifecycle(NotCopied):
 
         After a step that raises, the next ones find out which request it is about, as `generate` says: that
         one ends with ``finish_reason`` "error", the others go on to the same tokens. An error that is about
-        none, `SystemExit` or `KeyboardInterrupt` in the thread ends all requests: who waits for one gets a
+        none, `SystemExit` or `KeyboardInterrupt` in the thread ends all requests: their callers get a
         `TorchpagedError` with the error as its ``__cause__``. Either way the thread goes on.
 
         Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without

@@ -36,7 +36,7 @@ class PackedSteps:
     Args:
         model: the paged model.
         graphs: of its prefills; None: all are launched from Python.
-        prefixes: who finds the groups of `decode`; None: requests are read one by one.
+        prefixes: what finds the groups of `decode`; None: requests are read one by one.
         rows: where decodes of `prefill` have their newest tokens; None: the host knows them.
         stage: what `sample` does to logits in front of sampling; None: nothing.
     """
@@ -112,7 +112,7 @@ class PackedSteps:
 
     def _newest(self, decodes: Seq[Sequence]) -> "tuple[array[int], list[int], list[list[int]]]":
         """Newest token, length and blocks of each as the host knows them. What the rows know is put over it
-        by `_fill`: no more than the last block is told then, as if it were the first, since the lists of a
+        by `_fill`: then this gives the last block alone, as if it were the first, since the lists of a
         large batch would cost the host more than the rest."""
         ids, lens = array("q", [s.tokens[-1] for s in decodes]), [len(s.tokens) for s in decodes]
         if self._rows is None:

@@ -63,7 +63,7 @@ class RequestBlocks:
         return self._rings is not None
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Nobody holds any; ``sequences`` are all that may have."""
+        """No sequence holds blocks any more; ``sequences`` are all that may have."""
         for sequence in sequences:
             leave_arrival(sequence)
         self.pool.reset()

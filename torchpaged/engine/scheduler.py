@@ -1,4 +1,4 @@
-"""Scheduler: who runs in the next step, and who gets blocks for it (`RequestBlocks` says which).
+"""Scheduler: which requests run in the next step, and get blocks for it (`RequestBlocks` says which blocks).
 
 Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run,
 prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
@@ -55,7 +55,7 @@ class Scheduler:
             ``prefill_chunk_size``, and half of it at least.
         max_query_len: prompt tokens of one request per step; None: as many as a step has.
         budget: prompt tokens of a step with decodes; None: not bounded further.
-        rings: told of each request's first block; None: no layer keeps rings.
+        rings: get each request's first block; None: no layer keeps rings.
         preemption: one of `PREEMPTIONS`.
 
     Attributes:
@@ -188,7 +188,7 @@ class Scheduler:
 
     def _lacks(self, sequence: Sequence) -> int:
         """Blocks that a decoding request lacks for the next step; of one with a row also until when it will
-        have them: until then nobody asks again."""
+        have them: until then it is not computed again."""
         left = len(sequence.blocks) * self.block_size - self._tokens_ahead(sequence)
         if sequence.row is not None:
             sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1

@@ -9,7 +9,7 @@ class StepTimes:
 
     Args:
         stats: gets the former.
-        budget: gets the latter; None: nobody asks.
+        budget: gets the latter; None: it is not kept.
         waits_later: a step's call waits for the step before it, not for its own.
     """
 

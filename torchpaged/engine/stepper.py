@@ -44,7 +44,7 @@ class Lost(Enum):
 
     NOTHING = "no step runs"
     ROWS = "the rows on the device and the tokens in flight: it is in a launch or forward"
-    BLOCKS = "these, and keys and values: who waits and runs with which blocks may be half written down"
+    BLOCKS = "these, and keys and values: the books of requests and their blocks may be half written"
 
 
 class Stepper:
@@ -52,7 +52,7 @@ class Stepper:
 
     Args:
         model: the paged model.
-        scheduler: who runs, and with which blocks.
+        scheduler: which requests run, and with which blocks.
         loop: the decode loop; None to decode without graphs.
         watch: of the model, as it was before ``loop`` was captured.
         prefill_graphs: of prefills; None: all are launched from Python.
@@ -178,7 +178,7 @@ class Stepper:
                 return
             if bisection.group is None:
                 self._bisection = None
-            self.reset()  # whoever is computed now begins again
+            self.reset()  # the requests of the next group begin again
         if self._bisection is not None:
             return
         for sequence, again in bisection.faulty:
@@ -325,7 +325,7 @@ class Stepper:
         self._watch.in_step()
         between = time.perf_counter()
         self._lost = Lost.ROWS
-        # Who has just begun to decode does so in the pass over the next chunks, if there are any.
+        # A request that has just begun to decode does so in the pass over the next chunks, if there are any.
         if not decoding and not (started and self._mixes and self._scheduler.prefills_left):
             started = self._start(loop)
         self._collect(loop, keep=1 if started else 0)

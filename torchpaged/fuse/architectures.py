@@ -1,5 +1,5 @@
-"""What `fuse` is told of a family of decoder layers, in one `Architecture`: what they do, and how they call
-their parts. families.py has them all."""
+"""What `fuse` needs to know of a family of decoder layers, in one `Architecture`: what they do, and how they
+call their parts. families.py has them all."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -261,7 +261,7 @@ def end_forwards(
         model: the causal LM.
         base: its decoder.
         passes: those asked for.
-        report: is told which apply, and why not.
+        report: gets which apply, and why others do not.
     """
     forwards: list[tuple[nn.Module, Any]] = []
     ends, reason, final = Ends(), _why_no_ends(model, base), _final_norm(base)

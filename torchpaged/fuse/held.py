@@ -26,8 +26,8 @@ def fused_while_held(model: PreTrainedModel, fuses: bool) -> Callable[[], None]:
         fuses: fuse it if it is not.
 
     Returns:
-        What lets it go; the last who calls it unfuses a model that was fused here. Who drops it uncalled
-        counts no more, and leaves the model as it is.
+        A function that lets it go; the last of these calls unfuses a model that was fused here. A function
+        that is dropped uncalled counts no more, and leaves the model as it is.
 
     Raises:
         ArgumentError, UnsupportedModelError: from `fuse`.

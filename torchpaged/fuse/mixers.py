@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
     ``ops``: the backend's. ``cached``: the layer of the cache. ``shape``: ``(batch, query_len)``.
     ``position_ids``, ``rotary``, ``mask``, ``options``: what the layer was given, positions where it rotates;
-    ``rotary``: cosines and sines, or who computes them, or None.
+    ``rotary``: cosines and sines, or the module that computes them, or None.
     """
 
     ops: BackendOps

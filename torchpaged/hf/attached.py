@@ -91,7 +91,7 @@ def replace_attention(model: PreTrainedModel) -> int:
 
 
 def _looking_at_prompts(model: PreTrainedModel) -> dict[Any, Function]:
-    """generate() of a model none of whose layers is told of positions is where a prompt shows that does not
+    """generate() of a model none of whose layers gets positions is where a prompt shows that does not
     go on behind the cached tokens."""
     name = "prepare_inputs_for_generation"
     if not hasattr(model, name):

@@ -289,7 +289,7 @@ class PagedCache(PagedOwner):
 
     def metadata_of(self, layer: Writer, batch: int, query_len: int) -> AttentionMetadata:
         """See `PagedOwner`."""
-        if not self.keys_of_queries:  # cross attention: what `advance` was told of are the encoder's tokens
+        if not self.keys_of_queries:  # cross attention: the tokens that `advance` got are the encoder's
             self.rows.fill_query_starts(query_len)
         return self._step(layer, batch, query_len)
 

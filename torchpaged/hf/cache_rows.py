@@ -40,7 +40,7 @@ class CacheRows:
         max_seq_len: tokens per row at most, padding included.
 
     Attributes:
-        pool, blocks: who has which block.
+        pool, blocks: which row has which block.
         rolling: the rings of the layers with a window; None if no layer has them.
         ready: whether the rows have blocks, and the tensors below are filled.
         block_table: ``[max_rows, blocks_per_row]`` int32, of the layers that don't roll.

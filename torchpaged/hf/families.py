@@ -33,7 +33,7 @@ class Family:
         may_lack_causal_mask: their modelling file makes no causal mask in transformers 5.17, and gets one
             from us.
         needs_dense: what they do with their cached keys or values that pools don't allow; empty: nothing. A
-            `PagedCache` gathers for them unless it is told otherwise.
+            `PagedCache` gathers for them unless ``dense=False``.
         caches_latents: they have multi-head latent attention, whose layers a `PagedCache` keeps as latents
             once the model is attached.
         adds_bias: they add a bias by positions to their scores.

@@ -1,5 +1,5 @@
-"""In which order the layers of a cache write: who moves the step on, who completes it, who has not written
-yet, who writes twice.
+"""In which order the layers of a cache write: which moves the step on, which completes it, which has not
+written yet, which writes twice.
 
 Which layers are the first and the last is seen, not assumed: a config may list layers that never write
 (recurrent ones, shared ones).

@@ -59,7 +59,7 @@ def over_states(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def mixers_of(model: Any) -> list[Any]:
     """The modules of a model that have a forward over packed tokens. Those that do not know their layer
-    (RecurrentGemma's) are told it, by their place among the model's modules."""
+    (RecurrentGemma's) get it, by their place among the model's modules."""
     named = [(name, module) for name, module in model.named_modules() if type(module).__name__ in PACKED]
     for name, module in named:
         places = [int(part) for part in name.split(".") if part.isdigit()]

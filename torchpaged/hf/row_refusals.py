@@ -29,7 +29,7 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
         ArgumentError: the rows hold other tokens.
     """
     first = rows.first_position(query_len if written else 0)
-    positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
+    positions = options.get("position_ids")  # None: attention does not get them, as Bloom's
     decodes = query_len == 1
     if not first or rows.looked_at == rows.num_forwards or (decodes and not _can_be_read(positions)):
         if first == 0 and _can_be_read(positions):
@@ -68,7 +68,7 @@ def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
 
 def note_padding(rows: CacheRows, query_len: int, options: Mapping[str, Any]) -> None:
     """Learn from the positions of a batch's first forward whether rows are padded, where transformers' own
-    masks are used and the cache is told of none. Arguments as of `require_new`, behind the write."""
+    masks are used and the cache gets none. Arguments as of `require_new`, behind the write."""
     positions = options.get("position_ids")
     if rows.first_position(query_len) == 0 and query_len > 1 and positions is not None:
         rows.is_padded = not _end_at(positions, query_len)

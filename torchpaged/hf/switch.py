@@ -59,8 +59,8 @@ def _set(implementations: Iterable[tuple[Any, str]]) -> None:
 
 
 class _Before:
-    """What a model was before it was paged, for the last of those who page it to give back. Who is dropped
-    without doing so counts no more; what it found is here for the next one."""
+    """What a model was before it was paged, for the last of the objects that page it to give back. One
+    that is dropped without doing so counts no more; what it found is here for the next one."""
 
     def __init__(self) -> None:
         self.holders: weakref.WeakSet[Settings] = weakref.WeakSet()
@@ -73,7 +73,7 @@ class _Before:
 class Settings:
     """What paging a model sets: the attention implementations of all its parts, eval mode, the forwards of
     mixers that keep states, and of modules whose own break a trace. Of several of one model the last gives
-    back what was before the first, or what someone else has set since; a config that another model has, too,
+    back what was before the first, or what was set since; a config that another model has, too,
     stays as that one needs it.
 
     Args:
@@ -96,8 +96,8 @@ class Settings:
         before.traceable |= give_traceable(model)
 
     def give_back(self) -> None:
-        """Set what was before, or leave that to whoever else pages the model; an implementation that someone
-        else has chosen since stays. A model that was attached meanwhile stays so, and `detach` sets what was
+        """Set what was before, or leave that to another object that pages the model; an implementation that
+        was chosen since stays. A model that was attached meanwhile stays so, and `detach` sets what was
         before this."""
         before = self._before
         before.holders.discard(self)
@@ -126,8 +126,8 @@ class Settings:
 
 
 def unpack_mixers(model: Any, mixers: list[Any]) -> None:
-    """Take from mixers of ``model`` the forward that `pack_mixer` gave them; whoever pages the model needs it
-    until it gives back."""
+    """Take from mixers of ``model`` the forward that `pack_mixer` gave them; an object that pages the
+    model needs it until it gives back."""
     before = _PAGED.get(model)
     if before is not None and before.holders:
         before.mixers += mixers

@@ -33,7 +33,7 @@ from torchpaged.vllm.layer import (
     choose_backend,
 )
 
-#: What newer vLLM may say of a batch that changes who sees what.
+#: What newer vLLM may say of a batch that changes which keys a query sees.
 _UNKNOWN = ("mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens", "encoder_seq_lens")
 
 

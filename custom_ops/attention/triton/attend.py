@@ -165,8 +165,8 @@ def finish(maximum, total, acc, sink, v_scale, sees, SINKS: tl.constexpr):
     """``(out [M, DV], lse [M])`` from a finished state; the sink joins the denominator; rows without keys
     (not ``sees [M]``): 0 and -inf.
 
-    ``total`` does not tell who sees: it is NaN where a score was NaN or +inf, and 0 where all were -inf,
-    which makes 0 / 0.
+    ``total`` does not tell which rows see keys: it is NaN where a score was NaN or +inf, and 0 where all were
+    -inf, which makes 0 / 0.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453

@@ -1,5 +1,5 @@
 """The decode kernel's schedule: which run of work units, (request, kv head, key tile), a program takes, and
-who else has a part of a pair.
+which others have a part of a pair.
 """
 
 from typing import Any, NamedTuple

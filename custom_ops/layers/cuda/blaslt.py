@@ -98,7 +98,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> 
 
 
 class _Call(NamedTuple):
-    """What cuBLASLt is told of a product of some sizes."""
+    """What cuBLASLt needs to know of a product of some sizes."""
 
     description: ctypes.c_void_p
     layouts: tuple[ctypes.c_void_p, ...]

@@ -184,7 +184,7 @@ def _specialised(index: int, spec: SelectedSpec) -> Kernel:
     device, config = torch.device("cuda", index), spec.config()
     kernel = jit.kernel("selected.cu", "attend_selected", config, device, shared_bytes=shared_bytes(spec))
     if spec.cluster > 8:
-        kernel.resident(THREADS, spec.cluster, spec.cluster)  # which the device must be told to allow
+        kernel.resident(THREADS, spec.cluster, spec.cluster)  # a size that the device must be set to allow
     return kernel
 
 

@@ -1,7 +1,7 @@
 """The first launch of `sample_tokens` over rows that may draw any token.
 
-Exact noise takes two logarithms of a token. Coarse ones, an instruction each, say who may win; who is too
-near to tell is scored exactly. So the token is the one of exact scores alone.
+Exact noise takes two logarithms of a token. Coarse ones, an instruction each, say which may win; those too
+near to tell are scored exactly. So the token is the one of exact scores alone.
 """
 
 import triton

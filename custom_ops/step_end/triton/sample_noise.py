@@ -1,4 +1,4 @@
-"""The noise of a row's tokens: its random bits, exact, and good enough to tell who may win.
+"""The noise of a row's tokens: its random bits, exact, and good enough to tell which may win.
 
 What a token's noise is: `torchpaged.custom_ops.step_end.reference`. Philox4x32-10 with the two halves of each
 product in one instruction, which Triton's own takes two for.

@@ -108,7 +108,7 @@ def use_backend(name: str | Route | None) -> Iterator[None]:
 
 
 def requested(backend: str | Route | None) -> tuple[str, str]:
-    """The name asked for and who asked."""
+    """The name asked for, and where it was said."""
     if not isinstance(backend, (str, Route, NoneType)):
         raise ArgumentError("backend", 'a name, a Route or "auto"', repr(backend))
     if backend is not None and backend != "auto":

@@ -18,7 +18,7 @@ from torchpaged.custom_ops.words import repr_of_fields
 
 
 class LogitsRows(NamedTuple):
-    """What a logits processor is told of the rows of its logits. Tensors of the engine, on the device: they
+    """What a logits processor gets about the rows of its logits. Tensors of the engine, on the device: they
     may be read, not written.
 
     Attributes:

@@ -165,8 +165,8 @@ class DecodeRows:
         """End a step of the first ``num_rows`` rows: sample a token each and make the rows ready for the
         next step.
 
-        The last step of a launch ends it for ``ring``: who calls this by hand calls ``ring.count()`` then, as
-        the runner does.
+        The last step of a launch ends it for ``ring``: a caller other than the runner calls ``ring.count()``
+        then, as that does.
 
         Args:
             logits: ``[num_rows, vocab_size]``.

@@ -94,7 +94,7 @@ class LaunchRing:
         num_steps: steps per launch.
         num_rows: rows.
         device: where the launches run; on a CPU everything is immediate.
-        record_words: words that are told of each token besides, by torch's ops of the launch.
+        record_words: words that are stored of each token besides, by torch's ops of the launch.
 
     Attributes:
         slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``;
@@ -228,7 +228,7 @@ class LaunchRing:
 
 
 class CopiedTokens:
-    """Tokens, or what is told of them, on their way to pinned memory of their own, by a copy with an event
+    """Tokens, or records of them, on their way to pinned memory of their own, by a copy with an event
     behind it.
 
     Args:

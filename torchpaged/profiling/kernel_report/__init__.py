@@ -7,7 +7,7 @@
 The eager step runs with a range per module; each kernel belongs to the innermost module around its launch. A
 replay has no modules: its kernels take those of the eager run's kernels of the same name and order
 (`match_kernels`), and what fits nowhere is reported as unmatched, with the modules of its neighbours. On a
-CPU the same is told about ops. ``report_table`` needs rich.
+CPU it reports the same of ops. ``report_table`` needs rich.
 """
 
 from typing import TYPE_CHECKING, Any

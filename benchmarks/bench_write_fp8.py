@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from bench_write_kv import begin, figures_of, sets_of, shape_of
 from documents import command_line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from measuring import conditions
 from measuring.timing import CudaSampler, Sampler, interleave
 from op_inputs.rope import make_rope_inputs
 
@@ -39,7 +38,6 @@ DTYPES = {
     "e5m2": torch.float8_e5m2,
     "e5m2_converted": torch.float8_e5m2,
 }
-ROUND_BYTES, MAX_SETS = 192 << 20, 64
 
 
 @triton.jit
@@ -90,14 +88,7 @@ def differing(op: str, name: str, shape: dict[str, Any]) -> int:
 @torch.no_grad()
 def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: the figures of every contender at one batch size."""
-    shape: dict[str, Any] = {
-        "num_tokens": tokens,
-        "num_heads": args.heads,
-        "num_kv_heads": args.kv_heads,
-        "head_dim": args.head_dim,
-        "dtype": torch.bfloat16,
-        "device": "cuda",
-    }
+    shape = shape_of(tokens, args)
     row: dict[str, Any] = {"num_tokens": tokens, "differing": {}, "timings": {}}
     written = 2 * 2 * tokens * args.kv_heads * args.head_dim
     for op in ("write_kv", "rope_write_kv"):
@@ -109,14 +100,10 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
             assert name == "e5m2_converted" or not wrong, (
                 f"{op} into {name}: {wrong} numbers differ from the reference's"
             )
-            calls: list[Callable[[], Any]] = []
-            for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // (4 * written)))):
-                inputs = make_rope_inputs(**shape, cache_dtype=dtype, seed=seed)
-                num_slots = inputs["k_cache"].shape[0] * inputs["k_cache"].shape[1]
-                # every token is written
-                inputs["slot_mapping"] = torch.randperm(num_slots, device="cuda")[:tokens]
-                calls.append(partial(call, op, name, "triton", inputs))
-            samplers[f"{op}/{name}"] = CudaSampler(calls)
+            sets = sets_of(shape | {"cache_dtype": dtype}, 4 * written)
+            samplers[f"{op}/{name}"] = CudaSampler(
+                [partial(call, op, name, "triton", inputs) for inputs in sets]
+            )
         row["timings"] |= {
             name: asdict(timing) for name, timing in interleave(samplers, args.repeats).items()
         }
@@ -125,20 +112,12 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = command_line(__doc__, heads=32, kv_heads=8, head_dim=128, tokens=[1, 64, 512, 4096], repeats=60)
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    result: dict[str, Any] = {
-        "conditions": conditions.collect(torch.device("cuda")),
-        "shape": f"{args.heads}/{args.kv_heads}/{args.head_dim}",
-        "rows": [],
-    }
+    result = begin(args) | {"rows": []}
     for tokens in args.tokens:
         row = measure(tokens, args)
         result["rows"].append(row)
-        figures = "  ".join(f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items())
-        print(
-            f"T={tokens:<5} {figures}  differing: {row['differing']['write_kv/e5m2_converted']}", flush=True
-        )
+        wrong = row["differing"]["write_kv/e5m2_converted"]
+        print(f"T={tokens:<5} {figures_of(row)}  differing: {wrong}", flush=True)
     print(json.dumps(result))
 
 

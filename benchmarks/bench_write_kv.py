@@ -97,30 +97,45 @@ def check(
             torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=6e-2, equal_nan=True)
 
 
+def shape_of(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    sizes = {"num_heads": args.heads, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    return {"num_tokens": tokens, **sizes, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+def sets_of(shape: dict[str, Any], moved: int) -> list[dict[str, Any]]:
+    """Arguments of as many calls as a round has, each of which moves so many bytes; no token is skipped."""
+    sets = []
+    for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // moved))):
+        inputs = make_rope_inputs(**shape, seed=seed)
+        num_slots = inputs["k_cache"].shape[0] * inputs["k_cache"].shape[1]
+        inputs["slot_mapping"] = torch.randperm(num_slots, device="cuda")[: shape["num_tokens"]]
+        sets.append(inputs)
+    return sets
+
+
+def begin(args: argparse.Namespace) -> dict[str, Any]:
+    """The document, without its rows."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU")
+    shape = f"{args.heads}/{args.kv_heads}/{args.head_dim}"
+    return {"conditions": conditions.collect(torch.device("cuda")), "shape": shape}
+
+
+def figures_of(row: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items())
+
+
 @torch.no_grad()
 def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: the figures of every contender at one batch size."""
-    shape: dict[str, Any] = {
-        "num_tokens": tokens,
-        "num_heads": args.heads,
-        "num_kv_heads": args.kv_heads,
-        "head_dim": args.head_dim,
-        "dtype": torch.bfloat16,
-        "device": "cuda",
-        "norms": ("q_norm", "k_norm") if args.norm else (),
-    }
+    shape = shape_of(tokens, args) | {"norms": ("q_norm", "k_norm") if args.norm else ()}
     torch.compiler.reset()
     compiled = torch.compile(unfused, fullgraph=True, dynamic=False)
     check(shape, compiled, args.tiles)
     # read and written, 2 bytes a number
     q_bytes, kv_bytes = (2 * 2 * tokens * n * args.head_dim for n in (args.heads, 2 * args.kv_heads))
     cos_bytes = 4 * tokens * args.head_dim
-    sets = []
-    for seed in range(max(4, min(MAX_SETS, ROUND_BYTES // (q_bytes + kv_bytes)))):
-        inputs = make_rope_inputs(**shape, seed=seed)
-        num_slots = inputs["k_cache"].shape[0] * inputs["k_cache"].shape[1]
-        inputs["slot_mapping"] = torch.randperm(num_slots, device="cuda")[:tokens]  # every token is written
-        sets.append(inputs)
+    sets = sets_of(shape, q_bytes + kv_bytes)
     contenders: dict[str, Callable[[dict[str, Any]], Any]] = {
         "empty": lambda inputs: empty_kernel[(1,)](inputs["q"], num_warps=1),
         "write_kv": write_only,
@@ -164,21 +179,16 @@ def main() -> None:
         repeats=60,
         bandwidth=(4.35, "of the memory, in TB/s; the default is an H200's"),
     )
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    result: dict[str, Any] = {
-        "conditions": conditions.collect(torch.device("cuda")),
-        "shape": f"{args.heads}/{args.kv_heads}/{args.head_dim}",
-    }
+    result = begin(args)
     result |= {"norm": args.norm, "bandwidth_tb_s": args.bandwidth, "rows": []}
     print(f"{result['shape']}, bf16, norm {args.norm}; us per call (ideal: write_kv, rope_write_kv)")
     for tokens in args.tokens:
         row = measure(tokens, args)
         result["rows"].append(row)
-        figures = "  ".join(f"{name} {timing['median_us']:.2f}" for name, timing in row["timings"].items())
         ideal = ", ".join(f"{us:.2f}" for us in row["ideal_us"].values())
         print(
-            f"T={tokens:<5} {figures}  ({ideal})  unfused/fused {row['unfused_over_fused']:.2f}", flush=True
+            f"T={tokens:<5} {figures_of(row)}  ({ideal})  unfused/fused {row['unfused_over_fused']:.2f}",
+            flush=True,
         )
     print(json.dumps(result))
 

@@ -30,25 +30,10 @@ CALL_CONSTANTS = (
 
 
 def call_constants(spec: Specialisation) -> dict[str, int]:
-    """The values of `CALL_CONSTANTS`."""
-    return {
-        "DIM": spec.dim,
-        "DIM_V": spec.dim_v,
-        "GROUP": spec.group,
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "BLOCK_SIZE": spec.block_size,
-        "E5M2": spec.kv_dtype == torch.float8_e5m2,
-        "CAUSAL": spec.causal,
-        "WINDOW_LEFT": spec.window_left,
-        "WINDOW_RIGHT": spec.window_right,
-        "CHUNK": spec.chunk_size,
-        "TREE": spec.tree,
-        "SOFT_CAP": spec.soft_cap,
-        "ALIBI": spec.alibi,
-        "SINKS": spec.sinks,
-        "LSE": spec.lse,
-        "FP8_RESULTS": spec.fp8_results,
-    }
+    """The values of `CALL_CONSTANTS`: fields of the same names, but for two."""
+    named = {"E5M2": spec.kv_dtype == torch.float8_e5m2, "CHUNK": spec.chunk_size}
+    others = [constant.name for constant in CALL_CONSTANTS if constant.name not in named]
+    return named | {name: getattr(spec, name.lower()) for name in others}
 
 
 def refuse_sinks(call: AttentionCall, spec: Specialisation) -> str | None:

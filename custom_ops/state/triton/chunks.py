@@ -1,6 +1,7 @@
 """Launches of the kernels of long rows, and which calls have such rows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,95 +126,110 @@ def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
     return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks
 
 
-def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels | None) -> None:
-    """Rows of more than ``SHORT`` tokens, and zeros behind the last row. ``kernels``: in place of Triton's
-    two."""
-    num_tokens, num_heads, value_dim = call.v.shape
-    num_reqs, key_dim = call.state_slots.shape[0], call.q.shape[2]
-    tile = tiles(call) if kernels is None else tiles(call, kernels.cut)
-    call = call._replace(q=even(call.q), k=even(call.k), v=even(call.v))
-    q, k, v = (Tokens.of(x) for x in (call.q, call.k, call.v))
-    out, by_key = Tokens.of(call.out), call.g.dim() == 3
-    batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
-    common: dict[str, Any] = {
-        "NUM_HEADS": num_heads,
-        "GROUP": num_heads // call.q.shape[1],
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "CHUNK": tile.chunk,
-        "SHORT": SHORT,
-        "DELTA": call.delta_rule,
-        "PRECISION": tile.precision,
-    }
-    if kernels is not None:
-        records = kernels.relate_tokens(call, SHORT)
-    else:
-        chunks = _workspace(call, tile.chunk)
+class _Launches:
+    """Triton's kernels over the long rows of one call, whose rows are `even`; ``tile``: of `tiles`."""
+
+    def __init__(self, call: LinearAttentionCall, tile: Tiles) -> None:
+        self._call, self._tile = call, tile
+        self._tensors = [Tokens.of(x) for x in (call.q, call.k, call.v)]
+        self._out, self._state = Tokens.of(call.out), State.of(call.state)
+        self._batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
+        (num_tokens, num_heads, value_dim), key_dim = call.v.shape, call.q.shape[2]
+        self._sizes, self._heads = (call.state_slots.shape[0], num_tokens), num_heads
+        sizes: dict[str, Any] = {"NUM_HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+        self._of_all = sizes | {"SHORT": SHORT, "PRECISION": tile.precision}
+        self._of_chunks = {
+            "GROUP": num_heads // call.q.shape[1],
+            "CHUNK": tile.chunk,
+            "DELTA": call.delta_rule,
+        }
+        self._key_pad = max(16, next_power_of_2(key_dim))
+
+    def relate_tokens(self) -> Chunks:
+        """The first kernel; what it leaves to the second."""
+        call, chunk, (num_reqs, num_tokens) = self._call, self._tile.chunk, self._sizes
+        by_key, chunks = call.g.dim() == 3, _workspace(call, chunk)
+        widest = max(call.q.shape[2], call.v.shape[2])
         launch_kernel(
             key_chunk_kernel if by_key else chunk_kernel,
-            ((num_tokens // tile.chunk + num_reqs) * num_heads,),
-            num_reqs,
-            num_tokens,
+            ((num_tokens // chunk + num_reqs) * self._heads,),
+            *self._sizes,
             call.scale,
-            q,
-            k,
-            v,
+            *self._tensors,
             Tokens.of(call.g) if by_key else Matrix.of(call.g),
             Matrix.of(call.beta),
-            batch,
-            out,
+            self._batch,
+            self._out,
             chunks,
-            TILE=KEY_TILE if by_key else min(64, max(16, next_power_of_2(max(key_dim, value_dim)))),
+            TILE=KEY_TILE if by_key else min(64, max(16, next_power_of_2(widest))),
             NORMALIZE=call.normalize,
             EPS=NORM_EPS,
             num_warps=4,
-            **common,
+            **self._of_all,
+            **self._of_chunks,
         )
-    of_pass = {"KEY_PAD": max(16, next_power_of_2(key_dim)), "TILE": tile.value, "num_warps": 4}
-    state, segment, joined, places = State.of(call.state), tile.segment or num_tokens, None, num_reqs
+        return chunks
 
-    def run_pass(columns: int, ends: bool) -> None:
-        if kernels is not None:
-            kernels.pass_chunks(call, records, SHORT, joined, segment, ends)
-            return
+    def pass_chunks(self, chunks: Chunks, joined: Tensor | None, segment: int, ends: bool) -> None:
+        """The second kernel, over ``chunks``; the other arguments as in `Kernels`."""
+        call, tile = self._call, self._tile
+        places = self._sizes[0] if joined is None else joined.shape[0]
+        columns = call.v.shape[2] + (call.q.shape[2] if ends else 0)
         launch_kernel(
             pass_kernel,
-            (places * num_heads * triton.cdiv(columns, tile.value),),
-            num_reqs,
-            num_tokens,
+            (places * self._heads * triton.cdiv(columns, tile.value),),
+            *self._sizes,
             segment,
-            q,
-            k,
-            v,
-            batch,
-            state,
-            out,
+            *self._tensors,
+            self._batch,
+            self._state,
+            self._out,
             chunks,
             joined,
             STAGES=2 if ends else tile.stages,
-            BY_KEY=by_key,
+            BY_KEY=call.g.dim() == 3,
             ENDS=ends,
-            **common,
-            **of_pass,
+            KEY_PAD=self._key_pad,
+            TILE=tile.value,
+            num_warps=4,
+            **self._of_all,
+            **self._of_chunks,
         )
 
-    if tile.segment is not None:
-        places += num_tokens // segment
-        joined = call.v.new_empty(places, num_heads, key_dim, value_dim + key_dim, dtype=torch.float32)
-        run_pass(value_dim + key_dim, ends=True)
+    def join(self, joined: Tensor, segment: int) -> None:
+        """States at the begins of segments, from what the segments make of zeros and of the identity."""
+        call = self._call
         launch_kernel(
             join_kernel,
-            (num_reqs * num_heads * triton.cdiv(value_dim, 16),),
+            (self._sizes[0] * self._heads * triton.cdiv(call.v.shape[2], 16),),
             segment,
-            batch,
-            state,
+            self._batch,
+            self._state,
             joined,
-            NUM_HEADS=num_heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            SHORT=SHORT,
             HALF=call.v.dtype == torch.bfloat16,
-            PRECISION=tile.precision,
-            **of_pass | {"TILE": 16, "num_warps": 8},
+            KEY_PAD=self._key_pad,
+            TILE=16,
+            num_warps=8,
+            **self._of_all,
         )
-    run_pass(value_dim, ends=False)
+
+
+def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels | None) -> None:
+    """Rows of more than ``SHORT`` tokens, and zeros behind the last row. ``kernels``: in place of Triton's
+    two."""
+    tile = tiles(call) if kernels is None else tiles(call, kernels.cut)
+    call = call._replace(q=even(call.q), k=even(call.k), v=even(call.v))
+    launches = _Launches(call, tile)
+    run_pass: Callable[[Tensor | None, int, bool], None]
+    if kernels is None:
+        run_pass = partial(launches.pass_chunks, launches.relate_tokens())
+    else:
+        run_pass = partial(kernels.pass_chunks, call, kernels.relate_tokens(call, SHORT), SHORT)
+    (num_tokens, num_heads, value_dim), key_dim = call.v.shape, call.q.shape[2]
+    joined, segment = None, tile.segment or num_tokens
+    if tile.segment is not None:
+        places = call.state_slots.shape[0] + num_tokens // segment
+        joined = call.v.new_empty(places, num_heads, key_dim, value_dim + key_dim, dtype=torch.float32)
+        run_pass(joined, segment, True)
+        launches.join(joined, segment)
+    run_pass(joined, segment, False)

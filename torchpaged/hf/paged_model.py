@@ -19,20 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Route, Session, select_backend
-from torchpaged.cache import PagedKVCache, RollingBlocks
+from torchpaged.cache import RollingBlocks
 from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVQuantization, Scales
 from torchpaged.hf.model_classes import unwrapped
-from torchpaged.hf.packed_memory import (
-    bytes_of_request,
-    most_blocks,
-    most_requests,
-    num_checkpoints_for,
-    probe,
-)
+from torchpaged.hf.packed_memory import Room, make_pools, most_blocks, probe
 from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.several_calls import choose_rolling
 from torchpaged.hf.step_cache import StepCache
@@ -139,47 +133,14 @@ class PagedModel(NotCopied):
         self._read(model, config)
         self._asked, pools = backend, KVQuantization(kv_dtype, "head", 0).dtype
         probed = probe(model, config, block_size, pools)
-        specs = [layer.stored for layer in probed.keeping]
         keys = [layer.stored for layer in probed.paged]
         self._scales = PackedScales(kv_dtype, kv_scales, keys, str(config.model_type))
         said, rolling = Limits() if limits is None else limits, None
         if sliding_step is not None:
             sized = replace(said, block_size=block_size)
             rolling = self._choose_rolling(probed, sliding_step, sized, num_blocks)
-        rolls = [] if rolling is None else [n for n, layer in enumerate(probed.keeping) if layer.rolls]
-        dtype = (probed.paged[0].keys if probed.paged else probed.states[0].pools.conv_state).dtype
-        own = [spec for n, spec in enumerate(specs) if spec.per_request or n in rolls]
-        copies = num_checkpoints
-        if copies is None:
-            each = bytes_of_request(own, rolling, block_size, dtype)
-            fitting = None if memory_budget is None else memory_budget // max(each, 1)
-            copies = num_checkpoints_for(said, rolling, fitting) if own else 0
-        if rolling is not None:
-            rolling.num_rings += copies
-        budget = memory_budget
-        if len(own) == len(specs) and num_blocks is None:
-            num_blocks, memory_budget = most_blocks(said), None  # of no layer
-        self.kv_cache = PagedKVCache(
-            specs,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_budget=memory_budget,
-            dtype=dtype,
-            device=self.device,
-            blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
-            max_num_reqs=most_requests(said) + copies if probed.states else None,
-        )
-        pool = self.kv_cache
-        if budget is not None and pool.num_bytes > budget:
-            raise ArgumentError(
-                "memory_budget",
-                f"at least {pool.num_bytes} bytes, for the rings and states of {most_requests(said)} "
-                f"requests and {copies} checkpoints",
-                str(budget),
-            )
-        self.rings = None
-        if rolling is not None or probed.states:
-            self.rings = StepRings(most_requests(said), rolling, pool, copies)
+        room = Room(block_size, num_blocks, memory_budget, num_checkpoints)
+        self.kv_cache, self.rings = make_pools(probed, said, rolling, room, self.device)
         self._cache = self._make_cache(probed, said, pools)
         self.choice: Choice = self._cache.choice
 

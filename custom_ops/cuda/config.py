@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 #: ``macro``: an int that the preprocessor must see; what the constant says ends with the reason.
 Kind = Literal["int", "bool", "long long", "macro"]
@@ -41,6 +41,19 @@ class Table:
     kernels: tuple[str, ...]
     example: str
     constants: tuple[Constant, ...]
+
+    @classmethod
+    def of_fields(
+        cls, spec: type[Any], header: str, kernels: tuple[str, ...], example: str, *further: Constant
+    ) -> Table:
+        """A table with a constant for each field of the NamedTuple ``spec``, under its name in capitals, and
+        ``further`` ones. A field is ``Annotated[int, what]`` or ``Annotated[bool, what]``; a macro's has
+        "macro" behind that."""
+        constants = []
+        for name, hint in get_type_hints(spec, include_extras=True).items():
+            what, *kind = hint.__metadata__
+            constants.append(Constant(name.upper(), kind[0] if kind else hint.__origin__.__name__, what))
+        return cls(header, kernels, example, (*constants, *further))
 
     def names(self) -> list[str]:
         """Of the constants."""

@@ -3,18 +3,17 @@ by the Triton kernel."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
 from torchpaged.custom_ops.cuda import gpu, specialised
-from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import hopper_or_triton, not_hopper, unaligned
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.check import check_index_logits
-from torchpaged.custom_ops.indexer.cuda.constants import LOGITS
 
 TILE, WIDTH = 64, 128
 MAX_HEADS, MAX_TOKENS = 64, 512
@@ -28,11 +27,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class LogitsSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    num_heads: int
-    block_size: int
-    half: bool
-    fp8: bool
-    causal: bool
+    num_heads: Annotated[int, "heads of the indexer"]
+    block_size: Annotated[int, "tokens of a block of the cache"]
+    half: Annotated[bool, "numbers of 16 bits are float16, else bfloat16"]
+    fp8: Annotated[bool, "keys are e4m3 with a scale each, else of 16 bits"]
+    causal: Annotated[bool, "no key behind a query's own position is seen"]
 
     @classmethod
     def of(cls, call: IndexCall) -> LogitsSpec:
@@ -51,6 +50,16 @@ class LogitsSpec(NamedTuple):
         tile = TILE * WIDTH * (1 if self.fp8 else 2)
         stages = _WARPGROUPS * _STAGES
         return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + heads) * 4
+
+
+LOGITS = Table.of_fields(
+    LogitsSpec,
+    "logits_config.cuh",
+    ("index_logits.cu",),
+    "DeepSeek-V3.2, keys of e4m3",
+    Constant("WARPGROUPS", "int", "warpgroups of a CTA"),
+    Constant("STAGES", "int", "tiles of keys on their way or in use, of each warpgroup"),
+)
 
 
 def index_logits(call: IndexCall) -> None:

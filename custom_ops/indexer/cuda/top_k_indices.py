@@ -7,18 +7,28 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
 from torchpaged.custom_ops.indexer.check import check_top_k_indices
-from torchpaged.custom_ops.indexer.cuda.constants import TOP_K
 
 THREADS = 1024
 #: Logits that a CTA holds at most, 8 x 4 of each thread in registers, and CTAs of a portable cluster.
 _MOST_VECTORS, MAX_CLUSTER = 8, 8
 #: Fewest logits of a CTA: what fewer save in counting, the cluster's barriers take.
 _FEWEST = THREADS * 4
+
+
+TOP_K = Table(
+    "top_k_config.cuh",
+    ("top_k_indices.cu",),
+    "4 rows of 131,072 logits on an H200",
+    (
+        Constant("VECTORS", "int", "groups of 4 logits that a thread holds"),
+        Constant("CLUSTER", "macro", "CTAs that share a row; chooses an attribute"),
+    ),
+)
 
 
 def top_k_indices(logits: Tensor, indices: Tensor) -> None:

@@ -12,8 +12,8 @@ inline constexpr bool FP8 = false;             // rows of fp8
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int ROWS = 16;                // query rows (tokens x heads) of a CTA
+inline constexpr int MAX_GROUPS = 132;         // parts that the work is cut into at most
+#define CLUSTER 1                              // CTAs that share a request; 1: ranges. Chooses an attribute
 inline constexpr int STAGES = 2;               // tiles of keys on their way or in use
 inline constexpr int MIN_TILES = 2;            // tiles of keys that a part of the work has at least
-inline constexpr int MAX_GROUPS = 132;         // parts that the work is cut into at most
 inline constexpr int MERGE_SHARE = 1;          // CTAs of the merge for each range
-#define CLUSTER 1                              // CTAs that share a request; 1: ranges. Chooses an attribute

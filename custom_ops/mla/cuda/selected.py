@@ -4,12 +4,12 @@ cut, by shapes and dtypes."""
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
@@ -27,38 +27,20 @@ MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
 _MANY = 128
 _DTYPES = (torch.bfloat16, torch.float16)
 
-SELECTED = Table(
-    "selected_config.cuh",
-    ("selected.cu", "selected_few.cu", "selected_few_merge.cu"),
-    "DeepSeek-V3.2 on eight GPUs, 8 query tokens",
-    (
-        Constant("RANK", "int", "columns of a latent, which are its value"),
-        Constant("ROPE", "int", "columns of a rotated key, behind it"),
-        Constant("NUM_HEADS", "int", "query heads"),
-        Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
-        Constant("HALF", "bool", "numbers are float16, else bfloat16"),
-        Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
-        Constant("LSE", "bool", "log-sum-exp is stored"),
-        Constant("M_TILES", "int", "tiles of 16 heads of a CTA"),
-        Constant("MAX_PARTS", "int", "most parts of a token that are merged, a multiple of 8"),
-        Constant("CLUSTER", "macro", "CTAs that share a token's positions; chooses an attribute"),
-    ),
-)
-
 
 class SelectedSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    rank: int
-    rope: int
-    num_heads: int
-    block_size: int
-    half: bool
-    causal: bool
-    lse: bool
-    m_tiles: int
-    cluster: int
-    max_parts: int
+    rank: Annotated[int, "columns of a latent, which are its value"]
+    rope: Annotated[int, "columns of a rotated key, behind it"]
+    num_heads: Annotated[int, "query heads"]
+    block_size: Annotated[int, "tokens of a block of the cache"]
+    half: Annotated[bool, "numbers are float16, else bfloat16"]
+    causal: Annotated[bool, "no key behind a query's own position is seen"]
+    lse: Annotated[bool, "log-sum-exp is stored"]
+    m_tiles: Annotated[int, "tiles of 16 heads of a CTA"]
+    cluster: Annotated[int, "CTAs that share a token's positions; chooses an attribute", "macro"]
+    max_parts: Annotated[int, "most parts of a token that are merged, a multiple of 8"]
 
     @classmethod
     def of(cls, call: LatentCall, num_sms: int) -> SelectedSpec:
@@ -94,6 +76,14 @@ class SelectedSpec(NamedTuple):
     def config(self) -> Config:
         """The constants."""
         return SELECTED.of(self)
+
+
+SELECTED = Table.of_fields(
+    SelectedSpec,
+    "selected_config.cuh",
+    ("selected.cu", "selected_few.cu", "selected_few_merge.cu"),
+    "DeepSeek-V3.2 on eight GPUs, 8 query tokens",
+)
 
 
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:

@@ -11,5 +11,5 @@ inline constexpr bool HALF = false;            // numbers are float16, else bflo
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int M_TILES = 1;              // tiles of 16 heads of a CTA
-inline constexpr int MAX_PARTS = 16;           // most parts of a token that are merged, a multiple of 8
 #define CLUSTER 16                             // CTAs that share a token's positions; chooses an attribute
+inline constexpr int MAX_PARTS = 16;           // most parts of a token that are merged, a multiple of 8

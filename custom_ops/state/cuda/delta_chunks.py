@@ -3,7 +3,7 @@ for calls that the second one takes (delta_pass.py)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,31 +20,16 @@ CHUNK, KEY_DIM, THREADS = 64, 128, 128
 #: between them three factors of each token and one of the chunk.
 RECORD_BYTES = 2 * 10 * 512 + 3 * CHUNK * 4 + 128
 
-DELTA_CHUNKS = Table(
-    "delta_chunks_config.cuh",
-    ("delta_chunks.cu",),
-    "a shard of two of Qwen3-Next's",
-    (
-        Constant("VALUE_DIM", "int", "numbers of a value"),
-        Constant("KEY_HEADS", "int", "heads of keys"),
-        Constant("GROUP", "int", "heads of values per head of keys"),
-        Constant("SHORT", "int", "tokens up to which a row is another kernel's"),
-        Constant("BETA", "int", "beta: 0 none, 1 bfloat16, 2 float32"),
-        Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
-        Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
-    ),
-)
-
 
 class ChunkSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    value_dim: int
-    key_heads: int
-    group: int
-    short: int
-    beta: int
-    min_ctas: int = 4
+    value_dim: Annotated[int, "numbers of a value"]
+    key_heads: Annotated[int, "heads of keys"]
+    group: Annotated[int, "heads of values per head of keys"]
+    short: Annotated[int, "tokens up to which a row is another kernel's"]
+    beta: Annotated[int, "beta: 0 none, 1 bfloat16, 2 float32"]
+    min_ctas: Annotated[int, "CTAs of a multiprocessor that registers must be there for"] = 4
 
     @classmethod
     def of(cls, call: LinearAttentionCall, short: int) -> ChunkSpec:
@@ -67,6 +52,15 @@ class ChunkSpec(NamedTuple):
     def config(self) -> Config:
         """The constants."""
         return DELTA_CHUNKS.of(self, SHARED_BYTES=self.shared_bytes)
+
+
+DELTA_CHUNKS = Table.of_fields(
+    ChunkSpec,
+    "delta_chunks_config.cuh",
+    ("delta_chunks.cu",),
+    "a shard of two of Qwen3-Next's",
+    Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
+)
 
 
 def launch(call: LinearAttentionCall, short: int) -> Tensor:

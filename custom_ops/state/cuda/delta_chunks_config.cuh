@@ -7,5 +7,5 @@ inline constexpr int KEY_HEADS = 8;            // heads of keys
 inline constexpr int GROUP = 2;                // heads of values per head of keys
 inline constexpr int SHORT = 16;               // tokens up to which a row is another kernel's
 inline constexpr int BETA = 1;                 // beta: 0 none, 1 bfloat16, 2 float32
-inline constexpr int SHARED_BYTES = 35328;     // of dynamic shared memory
 inline constexpr int MIN_CTAS = 4;             // CTAs of a multiprocessor that registers must be there for
+inline constexpr int SHARED_BYTES = 35328;     // of dynamic shared memory

@@ -3,7 +3,7 @@ Triton's kernel; which calls it takes, by shapes, dtypes, strides and addresses.
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,35 +22,18 @@ VALUE_DIMS = (64, 128)
 #: (docs/log/state_hopper.md).
 CUT = 3072
 
-DELTA_PASS = Table(
-    "delta_pass_config.cuh",
-    ("delta_pass.cu",),
-    "a shard of two of Qwen3-Next's",
-    (
-        Constant("VALUE_DIM", "int", "columns of a state"),
-        Constant("NUM_HEADS", "int", "heads of values"),
-        Constant("GROUP", "int", "of these, heads per head of keys"),
-        Constant("GROUPS", "int", "warpgroups of a CTA, each with 64 columns"),
-        Constant("SHORT", "int", "tokens up to which a row is another kernel's"),
-        Constant("STATE_FLOAT", "bool", "states are float32, else bfloat16"),
-        Constant("JOINED", "bool", "rows are cut into segments"),
-        Constant("ENDS", "bool", "what segments make of zeros and of the identity, without results"),
-        Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
-    ),
-)
-
 
 class PassSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    value_dim: int
-    num_heads: int
-    group: int
-    groups: int
-    short: int
-    state_float: bool
-    joined: bool = False
-    ends: bool = False
+    value_dim: Annotated[int, "columns of a state"]
+    num_heads: Annotated[int, "heads of values"]
+    group: Annotated[int, "of these, heads per head of keys"]
+    groups: Annotated[int, "warpgroups of a CTA, each with 64 columns"]
+    short: Annotated[int, "tokens up to which a row is another kernel's"]
+    state_float: Annotated[bool, "states are float32, else bfloat16"]
+    joined: Annotated[bool, "rows are cut into segments"] = False
+    ends: Annotated[bool, "what segments make of zeros and of the identity, without results"] = False
 
     @property
     def shared_bytes(self) -> int:
@@ -66,6 +49,15 @@ class PassSpec(NamedTuple):
     def config(self) -> Config:
         """The constants."""
         return DELTA_PASS.of(self, exact=True, SHARED_BYTES=self.shared_bytes)
+
+
+DELTA_PASS = Table.of_fields(
+    PassSpec,
+    "delta_pass_config.cuh",
+    ("delta_pass.cu",),
+    "a shard of two of Qwen3-Next's",
+    Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
+)
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:

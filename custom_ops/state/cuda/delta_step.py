@@ -3,12 +3,12 @@ dtypes, strides and addresses. What it can't take goes through the ops that the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
 from torchpaged.custom_ops.cuda import gpu, specialised
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
@@ -16,7 +16,7 @@ from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
 from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import SPLIT, no_pairs, params_of, split_of
+from torchpaged.custom_ops.state.cuda.whole_step import Split, no_pairs, params_of, split_of
 
 #: Sizes of a head's keys and values, and CTAs of a cluster, so heads that share a key.
 KEY_DIMS, VALUE_DIMS, MAX_CLUSTER = (64, 128), (64, 128), 8
@@ -27,48 +27,27 @@ _TENSORS = (
     *("conv_state", "state", "out"),
 )
 
-DELTA_STEP = Table(
-    "delta_step_config.cuh",
-    ("delta_step.cu",),
-    "a shard of two of Qwen3-Next's, states of float32",
-    (
-        *decode.HEADS,
-        SPLIT,
-        Constant("TOGETHER", "int", "heads that stand side by side in a, b and gate"),
-        Constant("BY_KEY", "bool", "a decay per row of the state"),
-        Constant("BOUNDED", "bool", "decays have a bound"),
-        Constant("SIGMOID", "bool", "the gate is a sigmoid, else silu"),
-        Constant("WIDTH", "int", "of the convolution"),
-        Constant("HALF", "bool", "numbers are float16, else bfloat16"),
-        Constant("STATE_FLOAT", "bool", "states are float32, else of x's dtype"),
-        Constant("A_LOG_FLOAT", "bool", "a_log is float32, else of x's dtype"),
-        Constant("DT_BIAS_FLOAT", "bool", "dt_bias is float32, else of x's dtype"),
-        Constant("NORM_FLOAT", "bool", "norm_weight is float32, else of x's dtype"),
-        *decode.CTAS,
-    ),
-)
-
 
 class StepSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    key_dim: int
-    value_dim: int
-    num_heads: int
-    group: int
-    split: int
-    together: int
-    by_key: bool
-    bounded: bool
-    sigmoid: bool
-    width: int
-    half: bool
-    state_float: bool
-    a_log_float: bool
-    dt_bias_float: bool
-    norm_float: bool
-    threads: int = 256
-    min_ctas: int = 2
+    key_dim: decode.KeyDim
+    value_dim: decode.ValueDim
+    num_heads: decode.NumHeads
+    group: decode.Group
+    split: Split
+    together: Annotated[int, "heads that stand side by side in a, b and gate"]
+    by_key: Annotated[bool, "a decay per row of the state"]
+    bounded: Annotated[bool, "decays have a bound"]
+    sigmoid: Annotated[bool, "the gate is a sigmoid, else silu"]
+    width: Annotated[int, "of the convolution"]
+    half: Annotated[bool, "numbers are float16, else bfloat16"]
+    state_float: Annotated[bool, "states are float32, else of x's dtype"]
+    a_log_float: Annotated[bool, "a_log is float32, else of x's dtype"]
+    dt_bias_float: Annotated[bool, "dt_bias is float32, else of x's dtype"]
+    norm_float: Annotated[bool, "norm_weight is float32, else of x's dtype"]
+    threads: decode.Threads = 256
+    min_ctas: decode.MinCtas = 2
 
     @classmethod
     def of(cls, call: DeltaStepCall) -> StepSpec:
@@ -106,6 +85,14 @@ class StepSpec(NamedTuple):
         """Dynamic shared memory, as delta_step.cu counts it."""
         sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, self.by_key)
         return decode.shared_bytes(*sizes, turns=1, held=True) + self.value_dim * self.split // 32 * 4
+
+
+DELTA_STEP = Table.of_fields(
+    StepSpec,
+    "delta_step_config.cuh",
+    ("delta_step.cu",),
+    "a shard of two of Qwen3-Next's, states of float32",
+)
 
 
 def delta_step(call: DeltaStepCall) -> None:

@@ -14,6 +14,6 @@ inline constexpr int BETA = 1;                 // beta: 0 none, 1 of q's dtype, 
 inline constexpr bool BY_KEY = false;          // a decay per row of the state
 inline constexpr bool DELTA = true;            // the delta rule
 inline constexpr bool NORMALIZE = true;        // keys and queries are divided by their norms
-inline constexpr bool ONCE = true;             // L2 is to let states go first
+inline constexpr bool ONCE = true;             // states are loaded evict-first into L2
 inline constexpr int THREADS = 256;            // of a CTA
 inline constexpr int MIN_CTAS = 4;             // CTAs of a multiprocessor that registers must be there for

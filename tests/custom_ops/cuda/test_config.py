@@ -19,14 +19,12 @@ from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
 from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_config
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
-from torchpaged.custom_ops.indexer.cuda.constants import LOGITS, TOP_K
-from torchpaged.custom_ops.indexer.cuda.index_logits import LogitsSpec
-from torchpaged.custom_ops.indexer.cuda.top_k_indices import top_k_config
+from torchpaged.custom_ops.indexer.cuda.index_logits import LOGITS, LogitsSpec
+from torchpaged.custom_ops.indexer.cuda.top_k_indices import TOP_K, top_k_config
 from torchpaged.custom_ops.layers.cuda import linear_shape
 from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
-from torchpaged.custom_ops.mla.cuda.constants import LATENT
 from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
-from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
+from torchpaged.custom_ops.mla.cuda.shape import LATENT, LatentSpec, latent_config
 from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
 from torchpaged.custom_ops.state.cuda.delta_chunks import DELTA_CHUNKS, ChunkSpec
 from torchpaged.custom_ops.state.cuda.delta_pass import DELTA_PASS, PassSpec

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
@@ -11,8 +12,8 @@ from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
 
 
-class Spec(Protocol):
-    """What a kernel is compiled for; hashable."""
+class Spec(Hashable, Protocol):
+    """What a kernel is compiled for."""
 
     def config(self) -> Config:
         """The constants."""

@@ -39,17 +39,18 @@ def sampling_of(body: dict[str, Any]) -> SamplingParams:
         if name in RENAMED or name in SAMPLING:
             given[RENAMED.get(name, name)] = value
         elif (name, value) not in (("n", 1), ("frequency_penalty", 0), ("presence_penalty", 0)):
-            raise ArgumentError(name, f"one of {', '.join(sorted(SAMPLING | set(RENAMED)))}", repr(value))
+            known = ", ".join(sorted(SAMPLING | set(RENAMED)))
+            raise ArgumentError("body", f"fields of {known}", f"{name}={value!r}", "leave it out")
     stop = given.pop("stop", ())
     return SamplingParams(**given, stop=(stop,) if isinstance(stop, str) else tuple(stop))
 
 
 def prompt_of(body: dict[str, Any], tokenizer: Any, chat: bool) -> Any:
-    """Text, or token ids."""
+    """Token ids, as given or of the text."""
     if (name := "messages" if chat else "prompt") not in body:
         raise ArgumentError(name, "a prompt", "none")
     if not chat:
-        return body[name]
+        return tokenizer(body[name])["input_ids"] if isinstance(body[name], str) else body[name]
     try:
         made = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
     except Exception as error:  # whatever the model's template raises of messages that it does not take
@@ -113,7 +114,9 @@ def make_app(generator: Generator, name: str) -> Any:
         except TorchpagedError as error:
             return refusal(error, 500)
         one = choice(chat, text, REASONS.get(reason or ""), part=False)
-        return JSONResponse({**head, "choices": [one], "usage": {"completion_tokens": count}})
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        usage["total_tokens"] = sum(usage.values())
+        return JSONResponse({**head, "choices": [one], "usage": usage})
 
     async def completions(request: Request) -> Response:
         return await answer(request, chat=False)

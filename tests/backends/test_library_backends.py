@@ -651,7 +651,7 @@ def test_a_gpu_that_the_kernels_do_not_know_gets_torchs_attention(monkeypatch: p
 def test_a_name_of_others_can_not_be_taken() -> None:
     cpu = get_backend("cpu")
     for name in ("FLASHINFER", "flex"):
-        with pytest.raises(ValueError, match=f"expected a new name, got '{name}'"):
+        with pytest.raises(torchpaged.ArgumentError, match=f"expected a new name, got '{name}'"):
             torchpaged.backends.register_backend(Backend(name, *_parts(cpu)))
 
 

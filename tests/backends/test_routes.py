@@ -82,7 +82,7 @@ def test_parts_that_are_no_backends() -> None:
         select_backend(SPEC, "decode=nope,prefill=cpu")
     with pytest.raises(ArgumentError, match="not 'auto'"):
         Route("auto", "cpu")
-    with pytest.raises(ValueError, match="without '='"):
+    with pytest.raises(ArgumentError, match="without '='"):
         register_backend(Backend("a=b", CPU.capabilities, CPU.ops, lambda: None))
 
 

@@ -57,6 +57,20 @@ def test_a_named_backend_is_never_swapped() -> None:
             pass
 
 
+def test_an_unknown_name_says_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHPAGED_BACKEND", "nope")
+    for ask in (
+        lambda: select_backend(SPEC),
+        lambda: torchpaged.PagedAttention(4, 64),
+        lambda: names_module.requested_name("cpu"),
+        lambda: names_module.check_backend(None),
+    ):
+        with pytest.raises(
+            torchpaged.BackendUnavailableError, match="got 'nope'; TORCHPAGED_BACKEND=nope is set"
+        ):
+            ask()
+
+
 def test_an_attention_has_heads_and_columns() -> None:
     for name in ("num_heads", "num_kv_heads", "head_dim"):
         sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8} | {name: 0}
@@ -127,7 +141,7 @@ def test_register_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     register_backend(mine, automatic=True)
     assert select_backend(SPEC).name == "mine"
     assert list_backends()[0] == "mine"
-    with pytest.raises(ValueError, match="built in"):
+    with pytest.raises(torchpaged.ArgumentError, match="built in"):
         register_backend(Backend("cpu", mine.capabilities, mine.ops, lambda: None))
 
 

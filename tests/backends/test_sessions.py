@@ -395,7 +395,7 @@ def test_a_backend_serves_what_it_declares_and_the_default_the_rest() -> None:
     assert PLANNING.serves == ("paged_attention",)
     assert PLANNING.ops.write_kv is BACKEND_OPS["default"].write_kv
     assert get_backend("cpu").serves == BACKEND_OPS["cpu"]._fields
-    with pytest.raises(ValueError, match="ops: expected names of write_kv, .*, got attend"):
+    with pytest.raises(ArgumentError, match="ops: expected names of write_kv, .*, got attend"):
         Backend("bad", PLANNING.capabilities, {"attend": print}, lambda: None)
 
 

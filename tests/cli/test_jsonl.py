@@ -148,7 +148,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "no JSON": ("hello", "line 1"),
     "no object": ("[1]", "line 1"),
     "another field": ('{"prompt": "hello", "temperature": 1}', "line 1"),
-    "no text": ('{"prompt": [1, 2]}', "line 1"),
+    "no text": ('{"prompt": [1, 2]}', "got {'prompt': [1, 2]} in line 1"),
     "an id twice": ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "1 in line 2"),
     "too deep": ("[" * 100_000, "line 1"),
     "no UTF-8": (b'{"prompt": "\xff"}', "UTF-8"),
@@ -165,6 +165,14 @@ def test_bad_input(folder: str, tmp_path: Path, case: str) -> None:
     assert "--input" in done.stderr
     assert where in done.stderr
     assert not output.exists()
+
+
+def test_an_input_that_is_not_there(folder: str, tmp_path: Path) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        done = generate(folder, "--input", str(path), "--output", str(tmp_path / "out.jsonl"))
+        assert done.returncode == 2
+        assert f"--input: expected a file that can be read, got '{path}': " in done.stderr
+        assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_stdin_that_is_no_text(folder: str) -> None:

@@ -62,7 +62,7 @@ def test_completions(client: Any, want: list[int]) -> None:
     [choice] = answer["choices"]
     assert numbers(choice["text"]) == want
     assert (choice["finish_reason"], answer["object"]) == ("length", "text_completion")
-    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
     assert client.post("/v1/completions", json={"prompt": [5, 9], **GREEDY}).json()["choices"] == [choice]
 
 
@@ -114,6 +114,11 @@ def test_bad_requests(client: Any, body: Any) -> None:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+def test_a_field_that_is_not_served_is_named(client: Any) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "5", "n": 2})
+    assert "got n=2; leave it out" in answer.json()["error"]["message"]
 
 
 def test_messages_that_the_template_refuses(client: Any) -> None:

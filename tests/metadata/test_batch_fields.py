@@ -84,7 +84,7 @@ def test_a_batch_without_slots_writes_nothing_silently() -> None:
     bare = AttentionMetadata(full.block_table, full.seq_lens, full.query_start_loc, None, None, 1)
     assert bare.num_reqs == 1
     assert bare.to("cpu").positions is None
-    with pytest.raises(ValueError, match="slot_mapping: expected"):
+    with pytest.raises(ArgumentError, match="slot_mapping: expected"):
         bare.num_tokens
     x, pools = torch.ones(1, 2, 8), tuple(torch.zeros(2, BLOCK, 2, 8) for _ in range(2))
     attention: Any = PagedAttention(2, 8, backend="reference")

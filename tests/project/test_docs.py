@@ -141,8 +141,9 @@ def test_no_line_of_code_keeps_its_own_layout() -> None:
 
 def test_pages_are_short_enough() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-    for page in (*(ROOT / "docs" / "log").glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")):
-        assert len(page.read_text().splitlines()) <= 200, page.name
+    made = {"architectures.md", "backends.md", "stream_order.md"}  # a row for each model, backend or op
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.name in made or len(page.read_text().splitlines()) <= 200, page.name
 
 
 def anchors_of(text: str) -> set[str]:

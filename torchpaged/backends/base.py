@@ -46,9 +46,7 @@ class Backend:
         given = ops._asdict() if isinstance(ops, BackendOps) else dict(ops)
         unknown = [op for op in given if op not in BackendOps._fields]
         if unknown:
-            raise ValueError(
-                f"ops: expected names of {', '.join(BackendOps._fields)}, got {', '.join(unknown)}"
-            )
+            raise ArgumentError("ops", f"names of {', '.join(BackendOps._fields)}", ", ".join(unknown))
         self.name, self.capabilities, self.unavailable = name, capabilities, unavailable
         self.session, self.route = session, route
         self.ops = ops if isinstance(ops, BackendOps) else BACKEND_OPS["default"]._replace(**given)

@@ -23,6 +23,7 @@ from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.schema import SCHEMAS
 from torchpaged.custom_ops.callers_modes import apart_from_modes
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.registry import FAKES
 
 #: Kept for the life of the process: dropping one deregisters its op.
@@ -55,7 +56,7 @@ def attention_op(
         The op's handle by its name, as `Backend` takes it.
 
     Raises:
-        ValueError: the namespace is taken.
+        ArgumentError: the namespace is taken.
     """
 
     def launch(*tensors: Any, **options: Any) -> None:
@@ -87,7 +88,7 @@ def defined(namespace: str, **ops: tuple[str, Callable[..., None], Callable[...,
         ValueError: the namespace is taken.
     """
     if namespace in _LIBRARIES:
-        raise ValueError(f"namespace: expected a new one, got {namespace!r}")
+        raise ArgumentError("namespace", "a new one", repr(namespace))
     library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
     for op, (schema, launch, fake) in ops.items():
         library.define(op + schema, tags=_TAGS)

@@ -140,10 +140,10 @@ def features_of(call: AttentionCall) -> list[str]:
 
 
 def require_known(argument: str, names: Collection[str], known: Collection[str]) -> None:
-    """Refuse names of features that are not in ``known``; raises ValueError."""
+    """Refuse names of features that are not in ``known``; raises `ArgumentError`."""
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"{argument}: expected names of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ArgumentError(argument, f"names of {', '.join(known)}", ", ".join(unknown))
 
 
 def attention_spec(
@@ -255,7 +255,11 @@ class Limits:
         return [getattr(self, name) for name in names]
 
     def check(self, num_reqs: int, num_tokens: int = 0, max_blocks_per_req: int = 0) -> None:
-        """Refuse a batch of more requests, tokens or columns of its block table; raises `ArgumentError`."""
+        """Refuse a batch of more requests, tokens or columns of its block table.
+
+        Raises:
+            ArgumentError: it has more than these limits say.
+        """
         for name, got, what in (
             ("max_num_reqs", num_reqs, "requests"),
             ("max_num_tokens", num_tokens, "tokens"),

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput
+from torchpaged.engine.numbers import shown
 from torchpaged.profiling.ranges import check_writable
 
 #: How each line of an output begins.
@@ -36,6 +37,8 @@ def _lines(path: str, name: str) -> Iterator[str]:
         else:
             with open(path, encoding="utf-8") as file:
                 yield from file
+    except OSError as error:
+        raise ArgumentError(name, "a file that can be read", f"{path!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         wrong = error.object[error.start : error.end]
         raise ArgumentError(name, "text in UTF-8", f"bytes such as {wrong!r}", "convert it first") from error
@@ -131,9 +134,8 @@ def read_prompts(source: str, output: str) -> dict[int | str, str]:
     """Prompts by their ids, those left out that ``output`` has.
 
     Raises:
-        ArgumentError: bytes that are no text, a line that is no such object, an id that occurs twice, or as
-            the output another file.
-        OSError: a file can't be read.
+        ArgumentError: a file that can't be read, bytes that are no text, a line that is no such object, an id
+            that occurs twice, or as the output another file.
     """
     found: dict[int | str, str] = {}
     for number, line in enumerate(_lines(source, "--input"), 1):
@@ -145,7 +147,8 @@ def read_prompts(source: str, output: str) -> dict[int | str, str]:
             raise ArgumentError("--input", "a JSON object per line", f"line {number}: {error}") from error
         known = isinstance(row, dict) and not set(row) - {"id", "prompt"}
         if not known or not isinstance(row.get("prompt"), str):
-            raise ArgumentError("--input", 'lines with "prompt", text, and "id" alone', f"line {number}")
+            got = f"{shown(row)} in line {number}"
+            raise ArgumentError("--input", '{"prompt": TEXT}, and "id" if wanted, per line', got)
         name = row.get("id", number)
         if not isinstance(name, (int, str)) or isinstance(name, bool) or name in found:
             raise ArgumentError(

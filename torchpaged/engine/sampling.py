@@ -164,7 +164,8 @@ class SamplingParams:
         return [replace(self, n=1, seed=seed) for seed in seeds]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse stop ids and biases of tokens that a vocabulary of ``vocab_size`` does not have."""
+        """Refuse stop ids and biases of tokens that a vocabulary of ``vocab_size`` does not have; raises
+        `ArgumentError`."""
         for name in ("stop_token_ids", "logit_bias"):
             wrong = next((token for token in getattr(self, name) if token >= vocab_size), None)
             if wrong is not None:

@@ -82,12 +82,13 @@ class AttentionMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens in the batch, padding included; raises ValueError where there is
-        no ``slot_mapping``."""
+        """Query tokens in the batch, padding included; raises `ArgumentError` where there
+        is no ``slot_mapping``."""
         if self.slot_mapping is None:
-            raise ValueError(
-                "slot_mapping: expected the slots of the batch's tokens, got None: this batch describes "
-                "attention alone"
+            raise ArgumentError(
+                "slot_mapping",
+                "the slots of the batch's tokens",
+                "None: this batch describes attention alone",
             )
         return self.slot_mapping.shape[0]
 

@@ -42,12 +42,19 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged
 
 
 def register_backend(backend: Backend, *, automatic: bool = False) -> None:
-    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
-    automatic choice."""
+    """Make ``backend`` selectable by its name, in this process; one of the same name is replaced.
+
+    Args:
+        backend: with a name that no built-in one has, without "=", "," and spaces.
+        automatic: put it before the built-in ones in the automatic choice.
+
+    Raises:
+        ArgumentError: such a name.
+    """
     if backend.name in (*MODULES, *ALIASES, "auto", "default", "meta"):
-        raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
+        raise ArgumentError("backend.name", "a new name", f"{backend.name!r}, which is built in")
     if set(backend.name) & set("=, "):
-        raise ValueError(f"backend.name: expected a name without '=', ',' and spaces, got {backend.name!r}")
+        raise ArgumentError("backend.name", "a name without '=', ',' and spaces", repr(backend.name))
     REGISTERED[backend.name] = backend
     if automatic and backend.name not in AUTOMATIC:
         AUTOMATIC.insert(0, backend.name)
@@ -132,12 +139,20 @@ def _own_route(route: str | Route) -> Route:
     return Route(_own_name(asked.decode), _own_name(asked.prefill))
 
 
+def asked_backend(name: str, asker: str) -> Backend:
+    """`get_backend` of what `requested` gives; the message of an unknown name says who asked."""
+    try:
+        return get_backend(name)
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(f"{error}; {asker}") from None
+
+
 def check_backend(backend: str | Route | None) -> None:
     """Refuse what was asked for if no backend has that name; whether it can run is asked with the
     attention."""
-    name, _ = requested(backend)
+    name, asker = requested(backend)
     if name != "auto":
-        get_backend(name)
+        asked_backend(name, asker)
 
 
 def requested_name(device_type: str, backend: str | Route | None = None) -> str:
@@ -149,7 +164,7 @@ def requested_name(device_type: str, backend: str | Route | None = None) -> str:
     name, asker = requested(backend)
     if name == "auto" or device_type == "meta":
         return "default"
-    found = get_backend(name)
+    found = asked_backend(name, asker)
     missing, known = found.unavailable(), found.capabilities.device_types
     reasons = [missing] if missing else []
     if device_type not in known:

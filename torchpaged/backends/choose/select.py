@@ -16,7 +16,7 @@ import torch
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
 from torchpaged.backends.choose import names
-from torchpaged.backends.choose.names import backends_with, get_backend, requested
+from torchpaged.backends.choose.names import asked_backend, backends_with, get_backend, requested
 from torchpaged.backends.choose.route import Route, route_of
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, Limits
@@ -145,7 +145,7 @@ def select_backend(
     rejected: dict[str, list[str]] = {}
     if name == "auto":
         name, reason, rejected = _automatic(specs, plans)
-    elif reasons := _reject(get_backend(name), specs):
+    elif reasons := _reject(asked_backend(name, reason), specs):
         raise BackendUnavailableError(
             f"backend {name!r} ({reason}) cannot run this attention: {'; '.join(reasons)}"
         )

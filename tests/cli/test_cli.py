@@ -663,6 +663,19 @@ def test_a_chat_begins_the_answer_on_a_line_of_its_own(folder: str, tmp_path: Pa
     assert chat.stdout.splitlines()[:2] == ["hello", answer], chat.stdout
 
 
+def test_the_systems_message_stands_ahead_of_the_prompt(folder: str, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    write("chat_template.jinja", "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")(model)
+    arguments = ("--model", str(model), "--max-new-tokens", "4", "--json")
+    plain = run("generate", "sbyeuhello", *arguments)
+    chat = run("generate", "hello", "--chat", "--system", "bye", *arguments)
+    one, other = (json.loads(done.stdout)["outputs"][0]["token_ids"] for done in (plain, chat))
+    assert one == other
+    refused = run("generate", "hello", "--system", "bye", *arguments)
+    assert refused.returncode == 2
+    assert "--system: expected --chat with it" in refused.stderr
+
+
 def test_a_prompt_that_is_no_utf8_leaves_the_others(folder: str) -> None:
     arguments = ("generate", "hello", os.fsdecode(b"\xff\xfe"), "bye", "--model", folder)
     done = run(*arguments, "--max-new-tokens", "3", "--json")

@@ -44,6 +44,7 @@ def check_options(settings: Settings) -> SamplingParams:
     sampling = SamplingParams(**settings.sampling)
     for text in sampling.stop:
         require_text("--stop", text)
+    require_text("--system", settings.system)
     requested_name(settings.place.type, settings.backend)
     return sampling
 
@@ -232,7 +233,8 @@ def _prompt(prompt: str, tokenizer: Any, settings: Settings) -> list[int]:
         raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
     with reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):
         if settings.chat:
-            messages = [{"role": "user", "content": prompt}]
+            system = [{"role": "system", "content": settings.system}] if settings.system else []
+            messages = [*system, {"role": "user", "content": prompt}]
             made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         else:
             made = tokenizer(prompt)

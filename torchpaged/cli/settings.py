@@ -76,6 +76,7 @@ class Settings:
     stop: list[str] | None = option("end at this text; may be given several times", None)
     ignore_eos: bool = option("go on past the model's end token", False)
     chat: bool = option("wrap each prompt in the model's chat template", False)
+    system: str = option("with --chat: the system's message, ahead of each prompt", "")
     compile: bool | None = option(
         "torch.compile the decode step; default: on a GPU unless fully fused", None, "--compile/--no-compile"
     )
@@ -145,6 +146,8 @@ class Settings:
             raise typer.BadParameter("expected both or none of the two", param_hint="--input, --output")
         if self.input and self.prompts:
             raise typer.BadParameter("expected none with --input", param_hint="PROMPTS")
+        if self.system and not self.chat:
+            raise typer.BadParameter("expected --chat with it", param_hint="--system")
         if not self.input and not any(self.prompts):
             got = "an empty prompt" if self.prompts else 'none; such as "The capital of France is"'
             raise typer.BadParameter(f"expected text, got {got}", param_hint="PROMPTS")

@@ -17,6 +17,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from torchpaged import ArgumentError, TorchpagedError
@@ -118,12 +119,6 @@ def make_app(generator: Generator, name: str) -> Any:
         usage["total_tokens"] = sum(usage.values())
         return JSONResponse({**head, "choices": [one], "usage": usage})
 
-    async def completions(request: Request) -> Response:
-        return await answer(request, chat=False)
-
-    async def chat_completions(request: Request) -> Response:
-        return await answer(request, chat=True)
-
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
 
@@ -135,8 +130,8 @@ def make_app(generator: Generator, name: str) -> Any:
         with generator.start():
             yield
 
-    posts = {"/v1/completions": completions, "/v1/chat/completions": chat_completions}
-    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+    posts = {"/v1/completions": False, "/v1/chat/completions": True}
+    routes = [Route(path, partial(answer, chat=chat), methods=["POST"]) for path, chat in posts.items()]
     return Starlette(
         routes=[*routes, Route("/v1/models", models), Route("/metrics", metrics)], lifespan=lifespan
     )

@@ -67,12 +67,15 @@ _CONTEXT, _CONTEXT_WITHOUT_TEXT = 8, 64
 class TokenEvent:
     """One new token, or the end of a request.
 
-    ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
-    what became certain with it. ``finish_reason``: None, "stop", "length", "out_of_blocks", "cancelled" or
-    "error"; then ``error`` says what it was, its ``__cause__`` is what was raised. ``logprobs``: natural
-    logarithms of probabilities by token id, where ``SamplingParams.logprobs`` asks for them: first of the
-    token itself, then of the likeliest ones, which it may be among. ``times``: of the request, in its last
-    event; two equal events may differ in them.
+    Attributes:
+        request_id: what `Generator.submit` gave.
+        token_id: the token; None where a request ends without a further one (cancelled, or an error).
+        text: what became certain with it; empty without a tokenizer.
+        finish_reason: None before the end; "stop", "length", "out_of_blocks", "cancelled" or "error".
+        error: with "error" what it was; its ``__cause__`` is what was raised.
+        logprobs: natural logarithms of probabilities by token id, where ``SamplingParams.logprobs`` asks for
+            them: first of the token itself, then of the likeliest ones, which it may be among.
+        times: of the request, in its last event; two equal events may differ in them.
     """
 
     request_id: int
@@ -110,10 +113,17 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
-    those before it. ``token_ids`` ends with the token that ended the request, if one did. ``logprobs``: as in
-    `TokenEvent`, of each token; None where they were not asked for. ``times``: two equal results may differ
-    in them."""
+    """A finished request.
+
+    Attributes:
+        request_id: its number.
+        prompt_token_ids: the prompt, as given or of its text.
+        token_ids: what was generated, the token that ended the request included; with "error" those before.
+        text: of these, without special tokens and stop strings; empty without a tokenizer.
+        finish_reason, error: as in `TokenEvent`.
+        logprobs: as in `TokenEvent`, of each token; None where they were not asked for.
+        times: two equal results may differ in them.
+    """
 
     request_id: int
     prompt_token_ids: list[int]

@@ -125,10 +125,10 @@ def test_a_block_that_does_not_come_back_is_computed(
             engine.run(text)  # checks what it reads
             settle(engine)
     disk, missed = tier(engine), engine.prefixes.stats.missed_tokens
-    # What is written behind the end of a file that was cut off leaves a hole.
+    # What is written behind the end of a file that was cut off leaves a hole, perhaps while others are read.
     said = disk.errors.keys() & {reason, *(["wrong checksum"] if fault is truncate else [])}
     assert sum(disk.errors[one] for one in said) > 1
-    assert all(missed[f"disk: {one}"] > 0 for one in said)
+    assert sum(missed.get(f"disk: {one}", 0) for one in said) > 0
     assert sum(noted) == disk.read_blocks - before, "the rate is that of blocks that came back"
     assert len(caplog.records) == len(disk.errors), "each said once"
     assert disk.errors.keys() == said

@@ -1,4 +1,5 @@
-"""apply_experts on a CPU: torch's products in the dtype of the weights, of which none is converted."""
+"""apply_experts on a CPU: products in the dtype of the weights, of which none is converted; of few tokens by
+the op ``linear``, which reads weights at the rate of memory (docs/log/products_cpu.md), of others torch's."""
 
 from typing import Any
 
@@ -10,6 +11,9 @@ from torchpaged.custom_ops.experts.call import ExpertsCall
 from torchpaged.custom_ops.experts.check import check_apply_experts
 from torchpaged.custom_ops.plain_torch import exact_dtype, gated
 
+#: Tokens of an expert, at most, whose products are the op's.
+FEW = 32
+
 
 def _products(x: Tensor, weight: Tensor, experts: list[int], counts: list[int]) -> Tensor:
     """``x [pairs, width]`` times the transposed ``weight [num_experts, columns, width]``: that of the first
@@ -17,7 +21,11 @@ def _products(x: Tensor, weight: Tensor, experts: list[int], counts: list[int]) 
     y = x.new_empty(x.shape[0], weight.shape[1])
     first = 0
     for expert, count in zip(experts, counts, strict=True):
-        torch.mm(x[first : first + count], weight[expert].T, out=y[first : first + count])
+        mine, its = x[first : first + count], y[first : first + count]
+        if count <= FEW:
+            torch.ops.torchpaged.linear.cpu(mine, weight[expert], its)
+        else:
+            torch.mm(mine, weight[expert].T, out=its)
         first += count
     return y
 

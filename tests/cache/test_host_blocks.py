@@ -114,6 +114,24 @@ def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         many_copies.copy_many([1], [2], [3], 0)
 
 
+def test_a_finalizer_calls_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may come in the middle of another engine's capture: memory that is gone waits for
+    the next call of our own."""
+    told: list[Any] = []
+    monkeypatch.setattr(host_copies, "_tell_allocator", lambda *given: told.append(given))
+    monkeypatch.setattr(host_copies, "_Buffers", lambda *_: SimpleNamespace(stream="a stream", buffers=[]))
+    monkeypatch.setattr(host_copies, "BlockPacking", lambda *_: SimpleNamespace(tables=[]))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    memory = HostMemory(64, 16, False)
+    copies = host_copies.GPUCopies([], [0], memory, torch.device("cpu"))
+    pieces = memory.pieces
+    del copies, memory
+    assert not told
+    HostBlocks(filled([KV])[0], memory_budget=1 << 20)
+    [(kept, streams, _)] = told
+    assert kept is pieces and streams == ("a stream", "a stream")
+
+
 def test_rates_are_measured_and_the_null_block_stays() -> None:
     cache, pools = filled([KV])
     want = {name: pool.clone() for name, pool in pools.items()}

@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.engine import Generator
 from torchpaged.engine.generate_batch import EngineBatches, batch_options
 from torchpaged.hf import attach, fuse
 from torchpaged.hf.families import family_of
@@ -110,6 +111,20 @@ def test_generate_in_between() -> None:
     manager.batch_processor = None
     gc.collect()
     assert not any(map(is_packed, mixers_of(model)))
+
+
+def test_the_garbage_collector_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come in the middle of another engine's capture, which would take what closing launches."""
+    model = make("lfm2")
+    model.generate_batch(PROMPTS[:1], generation_config=greedy(), persistent_manager=True)
+    manager = model._cached_continuous_batching_manager
+    model.destroy_cached_continuous_batching_manager()
+    closes: list[Any] = []
+    monkeypatch.setattr(Generator, "close", closes.append)
+    manager.batch_processor.itself = manager.batch_processor
+    manager.batch_processor = None
+    gc.collect()
+    assert not closes
 
 
 def test_ends_times_and_log_probabilities() -> None:

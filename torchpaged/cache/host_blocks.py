@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache.block_pool import NULL_BLOCK
-from torchpaged.cache.host_copies import STAGING, GPUCopies, HostMemory
+from torchpaged.cache.host_copies import STAGING, GPUCopies, HostMemory, free_retired
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
@@ -73,6 +73,7 @@ class HostBlocks(NotCopied):
 
     def __init__(self, cache: PagedKVCache, memory_budget: int) -> None:
         check_sizes(memory_budget=memory_budget)
+        free_retired()
         pools = [
             pool.detach()
             for layer, spec in enumerate(cache.layers)

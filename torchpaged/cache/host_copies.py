@@ -79,6 +79,16 @@ class HostMemory:
         copy_many(there if out else here, here if out else there, sizes, stream.cuda_stream)
 
 
+#: Of copies that are gone.
+_retired: list[tuple[list[Tensor], Sequence[torch.cuda.Stream], Tensor]] = []
+
+
+def free_retired() -> None:
+    """Give back the pinned memory of copies that are gone. Launches some, so not within a capture."""
+    while _retired:
+        _tell_allocator(*_retired.pop())
+
+
 def _tell_allocator(pieces: list[Tensor], streams: Sequence[torch.cuda.Stream], byte: Tensor) -> None:
     """That these streams use ``pieces``, which are about to be freed: of copies that are not its own torch's
     allocator does not know, and would give pinned memory away in the middle of one. ``byte``: on the GPU."""
@@ -111,7 +121,8 @@ class GPUCopies:
             tensor.record_stream(self._unpacks)
         streams = self._out.stream, self._in.stream
         byte = torch.empty(1, dtype=torch.uint8, device=device)
-        weakref.finalize(self, _tell_allocator, memory.pieces, streams, byte).atexit = False
+        # Only kept: the garbage collector may come in the middle of the capture of another engine.
+        weakref.finalize(self, _retired.append, (memory.pieces, streams, byte)).atexit = False
 
     def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than

@@ -141,7 +141,8 @@ class EngineBatches:
 
     Args:
         manager: whose queues, router and status it shares.
-        options: of the `Generator`, which is closed with the last reference to this.
+        options: of the `Generator`, which is closed with the last reference to this; not by the garbage
+            collector, which may come in the middle of the capture of another one.
 
     Attributes:
         generator: runs the requests.
@@ -158,7 +159,6 @@ class EngineBatches:
         self._sampling = _sampling(manager.generation_config, self._processors, config.return_logprobs)
         self._seeds = random.Random(config.seed)
         self.generator = Generator(manager.model, **options)
-        weakref.finalize(self, self.generator.close).atexit = False
         self._states: dict[int, Any] = {}  # transformers' RequestState by the engine's ids
         self._waiting: dict[int, Any] = {}  # those of them that wait for a row
         self._events: list[TokenEvent] = []

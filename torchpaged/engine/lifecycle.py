@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from torchpaged.cache.host_copies import free_retired
 from torchpaged.custom_ops.errors import NotCopied, TorchpagedError
 from torchpaged.engine.background import BackgroundLoop
 from torchpaged.engine.calls import Calls
@@ -155,6 +156,7 @@ class Lifecycle(NotCopied):
                 # Models, caches and graphs know each other: pools would stay until the garbage collector
                 # comes by itself, which the allocator of a GPU does not ask for.
                 gc.collect()
+                free_retired()
 
     def _free(self) -> None:
         raise NotImplementedError

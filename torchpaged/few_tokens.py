@@ -5,6 +5,7 @@ torch reads them at half the speed of memory (docs/log/products_cpu.md). Sums ar
 wider and of one order, however many tokens there are.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ MAX_TOKENS = 32
 #: Numbers of a weight, at least: below, a call of an op costs more than is saved.
 MIN_NUMBERS = 1 << 18
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Where forwards of their classes are defined, or what decorates them.
+_HOMES = ("torch.", "transformers.")
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
@@ -64,5 +67,18 @@ def takes_few_tokens(module: nn.Module) -> bool:
 
 
 def own_forward(module: Any) -> Any:
-    """The forward that a module has in its class's place, that of few tokens left out; None: it has none."""
-    return None if takes_few_tokens(module) else vars(module).get("forward")
+    """The forward that a module has in its class's place, that of few tokens left out; or the one that others
+    gave its class, which is torch's or transformers'. None: it has neither."""
+    forward = None if takes_few_tokens(module) else vars(module).get("forward")
+    if forward is not None or torch.compiler.is_compiling():
+        return forward
+    kind = type(module)
+    return kind.forward if kind.__module__.startswith(_HOMES) and _is_foreign(kind.forward) else None
+
+
+@functools.cache
+def _is_foreign(forward: Any) -> bool:
+    """Whether a function, or one that it decorates, is neither torch's nor transformers'."""
+    home = getattr(forward, "__globals__", {}).get("__name__", "")
+    decorated = getattr(forward, "__wrapped__", None)
+    return not home.startswith(_HOMES) or (decorated is not None and _is_foreign(decorated))

@@ -10,29 +10,30 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.few_tokens import own_forward
+from torchpaged.module_settings import ModuleSettings, plain_settings
 
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-#: How names of plain numbers end that fused layers and captured steps hold.
-_NUMBERS = ("scaling", "scale", "eps", "epsilon", "multiplier", "factor", "softcapping")
 #: Rotations that replace their frequencies as texts grow.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 #: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse_steps.py notices if that
-#: changes) and the ranges of a profile.
-_WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace")
+#: changes), the ranges of a profile, the look of a fused decoder, and what counts operations.
+_WATCHERS = (
+    *("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace"),
+    *("torchpaged.fuse.passes", "torch.utils.module_tracker"),
+)
 #: Of a config: what says nothing about a model's numbers that its tensors don't.
 _NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 _AT_ONCE = 1 << 24  # numbers
 _version = operator.attrgetter("_version")
-_own = operator.attrgetter("__dict__")  # `vars`, which takes half as long again
 #: How often `torchpaged.fuse` moved weights of any model: by which a step that replays kernels at addresses
 #: knows when to look at them.
 MOVES = [0]
@@ -40,10 +41,16 @@ P = ParamSpec("P")
 Modules = Mapping[str, nn.Module]
 
 
+#: Hooks of all modules. Not public; tests/hf/test_fuse_changes.py notices if they go.
+_OF_ALL = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
+
+
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The forward hooks of a module, without those that change nothing: by which transformers collects hidden
-    states and attentions, which it leaves there for ever, and those of `module_ranges`."""
-    hooks = chain(module._forward_pre_hooks.values(), module._forward_hooks.values())
+    """The forward hooks of a module, those of all modules among them, without those that change nothing: by
+    which transformers collects hidden states and attentions, which it leaves there for ever, and those of
+    `module_ranges`."""
+    held = (module._forward_pre_hooks, module._forward_hooks, *_OF_ALL)
+    hooks = chain.from_iterable(map(dict.values, held))
     return [hook for hook in hooks if getattr(hook, "__module__", "") not in _WATCHERS]
 
 
@@ -51,15 +58,6 @@ def _adapters(module: nn.Module) -> dict[str, str]:
     if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
         return {}
     return {name: repr(getattr(module, name, None)) for name in _ADAPTERS}
-
-
-def _numbers(module: Any) -> dict[str, int | float | None]:
-    """Those that `_NUMBERS` says; None: off."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name.endswith(_NUMBERS) and isinstance(value, int | float | None)
-    }
 
 
 def _name_of(function: Any) -> str:
@@ -78,8 +76,8 @@ def fingerprint(model: nn.Module) -> str:
         hooks = [_name_of(hook) for hook in hooks_of(module)]
         theirs = [hook for hook in hooks if not hook.startswith("torchpaged.")]
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        numbers = sorted(_numbers(module).items())
-        digest.update(f"{name} {kind} {theirs} {numbers} {_adapters(module)};".encode())
+        settings = sorted(plain_settings(module).items())
+        digest.update(f"{name} {kind} {theirs} {settings} {_adapters(module)};".encode())
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
         kept = {key: value for key, value in config.to_diff_dict().items() if key not in _NO_NUMBERS}
@@ -130,10 +128,10 @@ class ModelState:
     """Modules as they are now.
 
     Args:
-        parts: modules by their paths, whose children and numbers (`_NUMBERS`) are looked at.
-        code: those whose class, forward, forward hooks, adapters, numbers, and classes of weights are.
+        parts: modules by their paths, whose children and plain attributes are looked at.
+        code: those whose class, forward, forward hooks, adapters, attributes, and classes of weights are.
         weights: those whose parameters and saved buffers are, and where these lie.
-        configs: by their paths, whose numbers are looked at, too: captured forwards have read them.
+        configs: by their paths, whose attributes are looked at, too: forwards read them.
     """
 
     def __init__(
@@ -143,16 +141,13 @@ class ModelState:
         # What a module holds, in a form that is compared without a call for each: `changed` runs in every
         # eager step of a fused model.
         self._dicts: list[Any] = [module._modules for module in self._parts.values() if module._modules]
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = [*_OF_ALL]
         for module in self._code.values():
             self._hooks += [module._forward_pre_hooks, module._forward_hooks]
+        self._kinds = {**self._parts, **self._code}
         self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
         self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
-        holders: dict[str, Any] = {**self._parts, **self._code, **(configs or {})}
-        self._numbered = [(path, name) for path, module in holders.items() for name in _numbers(module)]
-        self._holders = [holders[path] for path, _ in self._numbered]
-        self._keys = [name for _, name in self._numbered]
-        self._numbers = self._numbers_now()
+        self._settings = ModuleSettings({**self._parts, **self._code, **(configs or {})}, self._code)
         self._before, self._said = self._now(), dict(self._described())
         self.renew()
 
@@ -176,7 +171,7 @@ class ModelState:
             turns = _is_fixed_rotation(module)
             passing = set() if turns else module._non_persistent_buffers_set
             for held in (module._parameters, module._buffers):
-                names = [name for name, tensor in held.items() if tensor is not None and name not in passing]
+                names = [name for name in held if name not in passing]
                 places = [(f"{path}.{name}" if path else name, held, name) for name in names]
                 self._places += places
                 if turns:
@@ -184,13 +179,15 @@ class ModelState:
                         (where, found) for where, held, name in places if (found := held[name]) is not None
                     ]
         self._held, self._names = [held for _, held, _ in self._places], [name for *_, name in self._places]
-        self._tensors: list[Tensor] = [held[name] for _, held, name in self._places]
+        self._tensors: list[Tensor | None] = [held[name] for _, held, name in self._places]
         # Subclasses (quantised ones) may have no address; that they are the same objects says enough.
         self._plain = [
-            (where, held[name]) for where, held, name in self._places if type(held[name].data) is Tensor
+            (where, found)
+            for (where, *_), found in zip(self._places, self._tensors, strict=True)
+            if found is not None and type(found.data) is Tensor
         ]
         self._on_device = [tensor for _, tensor in self._plain]
-        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._counted = [each for each in self._tensors if each is not None and not each.is_inference()]
         self._addresses: list[int] | None = self._lie_at()
         self._turning = [(where, tensor) for where, tensor in self._turning if not tensor.is_inference()]
         self._turned: list[int] | None = self._writes()
@@ -206,22 +203,18 @@ class ModelState:
             *chain.from_iterable(map(dict.values, self._dicts)),
             *chain.from_iterable(map(dict.values, filter(None, self._hooks))),  # most are empty
             *map(type, chain.from_iterable(map(dict.values, self._loose))),
-            *map(type, self._code.values()),
-            *map(dict.get, map(_own, self._code.values()), repeat("forward")),
+            *map(type, self._kinds.values()),
         ]
-
-    def _numbers_now(self) -> list[Any]:
-        return list(map(dict.get, map(_own, self._holders), self._keys))
 
     def _described(self) -> Iterator[tuple[str, list[Any]]]:
         """The same, with what is said of a difference."""
         for path, module in self._parts.items():
             for name, child in module._modules.items():
                 yield f"{path or 'the model'} has other parts: {name}", [child]
+        for path, module in self._kinds.items():
+            yield f"{path or 'the model'} is a {type(module).__name__}", [type(module)]
         for path, module in self._code.items():
             where = path or "the model"
-            yield f"{where} is a {type(module).__name__}", [type(module)]
-            yield f"{where} has another forward", [own_forward(module)]
             yield f"{where} has other forward hooks", hooks_of(module)
             if path not in self._weights:
                 yield f"{where} has weights of another class", [*map(type, module._parameters.values())]
@@ -243,11 +236,7 @@ class ModelState:
             for name, value in _adapters(self._code[path]).items():
                 if value != before.get(name):
                     return f"{path} has {name} {value}, before {before.get(name)}"
-        if (numbers := self._numbers_now()) != self._numbers:
-            trios = zip(self._numbered, numbers, self._numbers, strict=True)
-            (path, name), value, was = next(trio for trio in trios if trio[1] != trio[2])
-            return f"{path} has {name} {value}, before {was}"
-        return None
+        return self._settings.changed()
 
     def changed_weights(self) -> str | None:
         """The same, of what `renew` takes."""
@@ -293,7 +282,10 @@ class ModelState:
         found = changed(self)
         if found is not None:
             raise ArgumentError(
-                "model", f"the modules, forwards, hooks, weights, adapters and numbers that {by}", found, fix
+                "model",
+                f"the modules, forwards, hooks, weights, adapters, attributes that {by}",
+                found,
+                fix,
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelState":

@@ -24,6 +24,8 @@ from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.model_state import ModelState, hooks_of
 
+_DECODER, _NORM, _HEAD = "decoder", "final norm", "lm_head"
+_BEHIND = {_DECODER: _NORM, _NORM: _HEAD, _HEAD: "none"}
 _waiting: dict[int, "Ends"] = {}  # for whose paged forward a thread waits
 _looking = threading.Lock()
 
@@ -44,6 +46,7 @@ class Ends:
         self._owner: PagedOwner | None = None
         self._keep: Tensor | None = None
         self._thread: int | None = None  # whose forward it is; None of a compiled one, too
+        self._next = _DECODER  # which part of it comes next
         self._lock = threading.RLock()
         self.norm: nn.Module | None = None
         self.offset = 0.0
@@ -69,6 +72,20 @@ class Ends:
         keep, self._keep = self._keep, None
         return keep
 
+    def reach(self, part: str) -> None:
+        """``part`` of the paged forward runs, each once and in turn: what the norm gives is lm_head's alone.
+
+        Raises:
+            TorchpagedError: it was called by something else, as a hook, before or behind that.
+        """
+        if self.norm is not None and self._next != part:
+            raise TorchpagedError(
+                f"the {part} of a fused model was called by itself inside a paged forward of the model (in a "
+                "hook?), where the final norm is a part of lm_head; call the whole model there, or the parts "
+                'behind the forward, or fuse without the pass "lm_head"'
+            )
+        self._next = _BEHIND[part]
+
     def run(self, owner: PagedOwner | None, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
         """``forward()`` as the paged forward of ``owner``, None: as no paged one; the logits of ``keep`` are
         wanted, None: all."""
@@ -76,12 +93,12 @@ class Ends:
             return self._run(owner, keep, forward)
         if not self._lock.acquire(blocking=False):
             self._wait(threading.get_ident())
-        outer = self._thread, self._owner, self._keep
+        outer = self._thread, self._owner, self._keep, self._next
         self._thread = threading.get_ident()
         try:
             return self._run(owner, keep, forward)
         finally:
-            self._thread, self._owner, self._keep = outer
+            self._thread, self._owner, self._keep, self._next = outer
             self._lock.release()
 
     def _wait(self, me: int) -> None:
@@ -102,11 +119,23 @@ class Ends:
             del _waiting[me]
 
     def _run(self, owner: PagedOwner | None, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
-        self._owner, self._keep = owner, keep
+        self._owner, self._keep, self._next = owner, keep, _DECODER
         try:
             return forward()
         finally:
             self._owner = self._keep = None
+
+    def enter(self, owner: PagedOwner | None) -> None:
+        """The decoder runs, over the cache of ``owner``.
+
+        Raises:
+            ArgumentError: as `require_unchanged`, where it runs by itself.
+            TorchpagedError: as `reach`.
+        """
+        if self.owner is not None:
+            self.reach(_DECODER)
+        elif owner is not None:
+            self.require_unchanged()
 
     def require_unchanged(self) -> None:
         """Refuse a step over weights, modules and forwards that are the model's no longer.
@@ -139,6 +168,7 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     if ends.owner is None:
         result: Tensor = type(self).forward(self, hidden_states)
         return result
+    ends.reach(_NORM)
     keep = ends.take()  # still there where the last layer is not fused
     return hidden_states if keep is None else hidden_states[:, keep]
 
@@ -149,6 +179,7 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
     if owner is None:
         result: Tensor = type(self).forward(self, hidden_states)
         return result
+    ends.reach(_HEAD)
     weight, eps, offset = norm_of(ends.norm, ends.offset)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     out = x.new_empty(x.shape[0], self.out_features)
@@ -160,8 +191,8 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _model_forward(model: Any) -> Any:
     """The causal LM's forward, with the signature of the model's own, which generate() reads. Asked for
-    hidden states, it keeps the final norm: the last of them is normed. With another decoder than the fused
-    one it has no ends."""
+    hidden states, it keeps the final norm: the last of them is normed. So it does where hooks of the decoder
+    see them, or a forward in its class's place. With another decoder than the fused one it has no ends."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ends: Ends = self._torchpaged_ends
@@ -169,7 +200,7 @@ def _model_forward(model: Any) -> Any:
         if wants is None:
             wants = getattr(self.config, "output_hidden_states", False)
         fusion = getattr(self.model, "_torchpaged_fusion", None)
-        plain = args or wants or fusion is None or fusion.ends is not ends
+        plain = args or wants or fusion is None or fusion.ends is not ends or _is_seen(self.model)
         owner = None if plain else paged_owner(cache_of(kwargs))
         if owner is None:
             if ends.owner is None:
@@ -186,6 +217,12 @@ def _model_forward(model: Any) -> Any:
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
     return forward
+
+
+def _is_seen(base: Any) -> bool:
+    """Whether something behind the final norm and ahead of lm_head takes what the norm gives."""
+    hooks = base._forward_hooks
+    return bool(hooks and (torch.compiler.is_compiling() or hooks_of(base))) or "forward" in vars(base)
 
 
 def _picks(input_ids: Any = None, logits_to_keep: Any = 0, **_: Any) -> bool:

@@ -55,7 +55,7 @@ def why_unknown(layer: Any) -> str | None:
     for part, class_name in parts.items():
         if type(getattr(layer, part)).__name__ != class_name:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
-    if "forward" in vars(layer):
+    if own_forward(layer) is not None:
         return "the layer has a forward of its own"
     for mixer in mixers:
         inner, expected = dict(getattr(layer, mixer.name).named_children()), mixer.parts(family)

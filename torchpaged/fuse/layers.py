@@ -26,6 +26,7 @@ from torchpaged.hf.call import autocasts
 from torchpaged.hf.compile_layers import LayerCache
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.model_state import hooks_of
 
 
 def paged_owner(cache: Any) -> PagedOwner | None:
@@ -208,8 +209,9 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     parts: list[Sequence[Tensor]] = []
     if plan.mixers:
         parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
-    # Compiled layers share one graph, which must not ask which of them is the last: the norm takes it then.
-    keep = None if torch.compiler.is_compiling() or plan.ends is None else plan.ends.take()
+    # Compiled layers share one graph, which must not ask which of them is the last, and hooks of the last one
+    # see all tokens: the norm takes it then.
+    keep = None if torch.compiler.is_compiling() or plan.ends is None or hooks_of(self) else plan.ends.take()
     if keep is not None:
         x, shape = x[keep], [1, keep.shape[0]]
     goes_on = keep is None or keep.shape[0] > 0

@@ -98,7 +98,7 @@ class _Fusion:
             {path: module for module, path in paths.items() if module in chosen}
             for chosen in (around | inside, given | inside | turning, inside | turning)
         )
-        self.state = self.ends.state = ModelState(parts, code, weights)
+        self.state = self.ends.state = ModelState(parts, code, weights, {"config": self.base.config})
 
     def refresh(self) -> None:
         """After the model was moved or loaded into. One that holds anything else now keeps what it was, and
@@ -124,12 +124,10 @@ def _refresh_after_load(module: Any, _keys: Any) -> None:
 
 
 def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward of the decoder. Changes where it runs by itself: `end_forwards` looks before one of
-    the whole model."""
+    """Before a forward of the decoder. Of the whole model `end_forwards` looks for changes."""
     cache = args[3] if len(args) > 3 else cache_of(kwargs)
     fusion, owner = base._torchpaged_fusion, paged_owner(cache)
-    if fusion.ends.owner is None and owner is not None:
-        fusion.ends.require_unchanged()
+    fusion.ends.enter(owner)
     if owner is not None and owner.rows is not None and not torch.compiler.is_compiling():
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens

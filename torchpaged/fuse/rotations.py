@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.few_tokens import own_forward
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import rotary_dim, why_no_table
 from torchpaged.fuse.mixers import NO_ROTATION
 from torchpaged.fuse.rope_table import RopeTable, Unrotated
+from torchpaged.model_state import hooks_of
 
 
 class Rotations:
@@ -48,6 +50,8 @@ class Rotations:
             return None, "its layers are not told the positions of their tokens, so no table serves them"
         if hasattr(rotary, "mrope_section") and self.sees_images:
             return None, "its positions may be places in images, so no table holds its rotation"
+        if own_forward(rotary) is not None or hooks_of(rotary):
+            return None, f"{name} has a forward of its own or forward hooks, which no table calls"
         layer_type = attention.layer_type if isinstance(rotary.rope_type, dict) else None
         reason = why_no_table(rotary, layer_type)
         if reason is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torchpaged import few_tokens
-from torchpaged.custom_ops.errors import NotCopyableError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, family_of
 from torchpaged.hf.row_refusals import require_left
@@ -166,6 +166,26 @@ def drop(module: Any, name: str) -> None:
     replaced.pop(name, None)
     if not replaced:
         vars(module).pop(MARK, None)
+
+
+def require_ours(model: PreTrainedModel) -> None:
+    """Refuse to take functions out over which something else was put: what that calls can't be told.
+
+    Raises:
+        ArgumentError: with the first of them.
+    """
+    for path, module in model.named_modules():
+        for name, kept in getattr(module, MARK, {}).items():
+            now = vars(module).get(name)
+            is_ours = getattr(now, "__func__", None) is kept.by or few_tokens.takes_few_tokens(module)
+            if now is not None and not is_ours:
+                raise ArgumentError(
+                    "model",
+                    "functions as attach() left them",
+                    f"{path}.{name}".lstrip(".") + " set to another since",
+                    "take that off first (hooks of accelerate by remove_hook_from_module, compiled layers by "
+                    "uncompile_layers)",
+                )
 
 
 def take_out(model: PreTrainedModel) -> None:

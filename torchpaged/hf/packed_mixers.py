@@ -16,6 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
+from torchpaged.few_tokens import own_forward
 from torchpaged.hf.attached import MARK, forget_before, was_given_functions
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import PACKED, Function
@@ -116,7 +117,7 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
                 f"{MIN_WIDTH} to {MAX_WIDTH}, or another activation than {' or '.join(ACTIVATIONS)}, which "
                 "packed batches do not take; use generate() with torchpaged.hf.PagedCache"
             )
-        if "forward" in vars(mixer) and not is_packed(mixer):
+        if own_forward(mixer) is not None and not is_packed(mixer):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: a {type(mixer).__name__} has a forward that another one replaced, "
                 "and packed batches need one of theirs; take the hook out"
@@ -142,7 +143,7 @@ def packed_functions(model: Any) -> dict[Any, Function]:
     if not all(map(is_served, mixers)):
         return {}
     hooked = any(hasattr(part, "_hf_hook") for mixer in mixers for part in mixer.modules())
-    if hooked or any("forward" in vars(mixer) and not is_packed(mixer) for mixer in mixers):
+    if hooked or any(own_forward(mixer) is not None and not is_packed(mixer) for mixer in mixers):
         return {}
     return {mixer: ("forward", PACKED[type(mixer).__name__]) for mixer in mixers}
 

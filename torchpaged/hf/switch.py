@@ -26,6 +26,7 @@ from torchpaged.hf.attached import (
     give_functions,
     give_traceable,
     replace_attention,
+    require_ours,
     take_out,
 )
 from torchpaged.hf.attention import NAME
@@ -237,11 +238,13 @@ def detach(model: PreTrainedModel) -> None:
     that another attached model has, too, stays as that one needs it, until it is detached.
 
     Raises:
-        ArgumentError: the model is not attached.
+        ArgumentError: the model is not attached, or something was put over one of its functions since;
+            nothing was changed.
     """
     model = unwrapped(model)
     if not hasattr(model, _BEFORE):
         raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
+    require_ours(model)
     shared = _before_of_others(model)
     _set([pair for pair in getattr(model, _BEFORE) if id(pair[0]) not in shared])
     take_out(model)

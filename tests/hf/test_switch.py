@@ -98,6 +98,7 @@ def test_a_copy_runs_its_own_weights(name: str) -> None:
     kinds = ("BloomAttention", "DbrxExperts", "CTRLModel")
     hooked = next(module for module in model.modules() if type(module).__name__ in kinds)
     hooked.forward = functools.partial(type(hooked).forward, hooked)  # as accelerate's hooks
+    hooked._hf_hook = "of accelerate"
     ids = padded_prompts()["input_ids"][1:]
     attach(model)
     twin = copy.deepcopy(model)
@@ -115,6 +116,27 @@ def test_a_copy_runs_its_own_weights(name: str) -> None:
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
         detach(model)
         torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+@pytest.mark.parametrize(("name", "kind"), [("mpt", "MptAttention"), ("falcon", "FalconAttention")])
+def test_a_forward_of_others_is_not_passed_by(
+    name: str, kind: str, of_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attached, these modules run a forward of ours in the place of theirs."""
+    model = model_of(name, "eager")
+    module = next(module for module in model.modules() if type(module).__name__ == kind)
+    plain = type(module).forward
+    if of_class:
+        monkeypatch.setattr(
+            type(module), "forward", lambda self, *args, **options: plain(self, *args, **options)
+        )
+    else:
+        module.forward = functools.partial(plain, module)
+    with pytest.raises(UnsupportedModelError, match=f"a {kind} has a forward that another one replaced"):
+        attach(model)
+    assert model.config._attn_implementation == "eager"
+    assert not any(hasattr(part, "_torchpaged_own_attention") for part in model.modules())
 
 
 def test_a_pickle_of_functions_is_refused() -> None:

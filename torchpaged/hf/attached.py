@@ -15,7 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torchpaged import few_tokens
-from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
+from torchpaged.few_tokens import own_forward
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, family_of
 from torchpaged.hf.row_refusals import require_left
@@ -83,7 +84,15 @@ def replace_attention(model: PreTrainedModel) -> int:
         for module in found
         if getattr(module, "layer_idx", getattr(module, "layer_id", None)) is not None
     ]
-    put_in({module: ATTENTION[type(module).__name__](module) for module in modules})
+    functions = {module: ATTENTION[type(module).__name__](module) for module in modules}
+    for module, made in functions.items():
+        is_theirs = own_forward(module) is not None and not hasattr(module, "_hf_hook")  # of accelerate
+        if is_theirs and "forward" in _by_name(made):
+            raise UnsupportedModelError(
+                f"a {type(module).__name__} has a forward that another one replaced, which a paged cache "
+                "would pass by, since it does not use transformers' attention interface; take that off"
+            )
+    put_in(functions)
     if modules:
         put_in(_other_modules(model))
         put_in(_looking_at_prompts(model))
@@ -139,14 +148,19 @@ def was_given_functions(config: Any) -> bool:
     return _GIVEN.get(id(config)) is config
 
 
+def _by_name(made: Function | Functions | None) -> dict[str, Any]:
+    if made is None:
+        return {}
+    return dict(made if isinstance(made[0], tuple) else [made])  # type: ignore[arg-type, list-item]
+
+
 def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
     """Give each module its functions, by the names they have there; None: it needs none."""
     for module, made in functions.items():
-        if made is None:
-            continue
-        by_name = dict(made if isinstance(made[0], tuple) else [made])
+        by_name = _by_name(made)
         replaced = {name: Replaced(vars(module).get(name), by) for name, by in by_name.items()}
-        setattr(module, MARK, getattr(module, MARK, {}) | replaced)
+        if replaced:
+            setattr(module, MARK, getattr(module, MARK, {}) | replaced)
         for name, function in by_name.items():
             if getattr(vars(module).get(name), "__func__", None) is not function:  # engines compare objects
                 setattr(module, name, types.MethodType(function, module))

@@ -21,7 +21,7 @@ MAX_TOKENS = 32
 MIN_NUMBERS = 1 << 18
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Where forwards of their classes are defined, or what decorates them.
-_HOMES = ("torch.", "transformers.")
+_HOMES = ("torch.", "transformers.", "kernels.")
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
@@ -73,12 +73,13 @@ def own_forward(module: Any) -> Any:
     if forward is not None or torch.compiler.is_compiling():
         return forward
     kind = type(module)
-    return kind.forward if kind.__module__.startswith(_HOMES) and _is_foreign(kind.forward) else None
+    return kind.forward if kind.__module__.startswith(_HOMES) and is_foreign(kind.forward) else None
 
 
 @functools.cache
-def _is_foreign(forward: Any) -> bool:
-    """Whether a function, or one that it decorates, is neither torch's nor transformers'."""
+def is_foreign(forward: Any) -> bool:
+    """Whether a function, or one that it decorates, is neither torch's nor transformers', nor of the library
+    of kernels by which that decorates its own."""
     home = getattr(forward, "__globals__", {}).get("__name__", "")
     decorated = getattr(forward, "__wrapped__", None)
-    return not home.startswith(_HOMES) or (decorated is not None and _is_foreign(decorated))
+    return not home.startswith(_HOMES) or (decorated is not None and is_foreign(decorated))

@@ -206,6 +206,20 @@ def test_a_changed_rotation_is_not_put_into_a_table(name: str, change: Any) -> N
     assert any("own or forward hooks" in why for why in report.skipped["rope"].values())
 
 
+def test_a_rotation_that_a_library_replaced_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = modeling_llama.apply_rotary_pos_emb
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any) -> Any:
+        return plain(q, k, 0.9 * cos, 0.9 * sin, *args)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+    model = build("Llama")
+    want = dense_logits(model)
+    report = fuse(model, count=False)
+    torch.testing.assert_close(logits(model), want, rtol=1e-3, atol=1e-3)
+    assert set(report.skipped["rope"].values()) == {"its apply_rotary_pos_emb is another library's"}
+
+
 @pytest.fixture
 def hook_of_all() -> Iterator[Callable[[], None]]:
     handles: list[Any] = []

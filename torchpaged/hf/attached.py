@@ -151,7 +151,7 @@ def was_given_functions(config: Any) -> bool:
 def _by_name(made: Function | Functions | None) -> dict[str, Any]:
     if made is None:
         return {}
-    return dict(made if isinstance(made[0], tuple) else [made])  # type: ignore[arg-type, list-item]
+    return dict(made if isinstance(made[0], tuple) else [made])
 
 
 def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:

@@ -62,7 +62,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "profiling",
     ),
     "few_tokens": ("custom_ops",),
-    "model_state": ("custom_ops", "few_tokens"),
+    "module_settings": ("few_tokens",),
+    "model_state": ("custom_ops", "few_tokens", "module_settings"),
     "fuse": ("backends", "custom_ops", "few_tokens", "hf", "metadata", "model_state"),
     "engine": (
         "backends",

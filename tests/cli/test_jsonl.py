@@ -20,7 +20,8 @@ for _package in ("typer", "rich", "transformers"):
 def generate(folder: str, *arguments: str, stdin: str | bytes = "") -> Done:
     bytes_of_it = stdin if isinstance(stdin, bytes) else stdin.encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(bytes_of_it), "utf-8"))
+        # as Python opens it, which leaves the ends of lines as they are
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(bytes_of_it), "utf-8", newline="\n"))
         return run("generate", *arguments, "--model", folder, "--max-new-tokens", "4", "--ignore-eos")
 
 
@@ -142,6 +143,19 @@ def test_prompts_from_stdin(folder: str) -> None:
     done = generate(folder, "-", "--json", stdin="hello\n\na longer prompt\n")
     assert done.returncode == 0, done.stderr
     assert [o["prompt"] for o in json.loads(done.stdout)["outputs"]] == ["hello", "a longer prompt"]
+
+
+def test_lines_as_windows_writes_them(folder: str, tmp_path: Path) -> None:
+    """The mark in front of a text in UTF-8, and what ends a line, are no part of a prompt."""
+    done = generate(folder, "-", "--json", stdin=b"\xef\xbb\xbfhello\r\n\r\nbye\r\n")
+    assert [o["prompt"] for o in json.loads(done.stdout)["outputs"]] == ["hello", "bye"]
+    lines, source = b'\xef\xbb\xbf{"prompt": "hello"}\r\n{"prompt": "bye"}\r\n', tmp_path / "in.jsonl"
+    source.write_bytes(lines)
+    for name in (str(source), "-"):
+        output = tmp_path / f"out of {Path(name).stem}.jsonl"
+        done = generate(folder, "--input", name, "--output", str(output), stdin=lines)
+        assert done.returncode == 0, done.stderr
+        assert {row["id"]: row["prompt"] for row in rows(output)} == {1: "hello", 2: "bye"}
 
 
 BAD: dict[str, tuple[str | bytes, str]] = {

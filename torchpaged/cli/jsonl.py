@@ -32,11 +32,9 @@ def _lines(path: str, name: str) -> Iterator[str]:
     try:
         if path == "-" and sys.stdin is None:
             raise ArgumentError(name, "an open one", "a closed one", "redirect a file of prompts to it")
-        if path == "-":
-            yield from sys.stdin
-        else:
-            with open(path, encoding="utf-8") as file:
-                yield from file
+        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file):
+                yield line if number else line.removeprefix("\ufeff")  # a mark that a text is in UTF-8
     except OSError as error:
         raise ArgumentError(name, "a file that can be read", f"{path!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -50,7 +48,7 @@ def lines_of_stdin() -> list[str]:
     Raises:
         ArgumentError: stdin is no text.
     """
-    return [line.rstrip("\n") for line in _lines("-", "stdin") if line.strip()]
+    return [line.rstrip("\r\n") for line in _lines("-", "stdin") if line.strip()]
 
 
 def _id_of(line: bytes, where: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack  # not public; tests/hf/test_few_tokens.py calls vmap
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
@@ -34,10 +35,12 @@ def forward(self: Any, input: Tensor) -> Tensor:
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or unpack_dual(input).tangent is not None  # forward-mode derivatives go on under no_grad
+        or peek_interpreter_stack() is not None  # vmap and its like, which have no rule for the op
         or torch.is_autocast_enabled("cpu")
         or type(input) is not Tensor
         or type(weight) is not nn.Parameter
         or not (input.is_cpu and weight.is_cpu)
+        or not input.layout == weight.layout == torch.strided
         or input.dtype != weight.dtype
         or weight.dtype not in DTYPES
         or input.shape[-1:] != weight.shape[1:]
@@ -56,7 +59,7 @@ def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
     if type(module) is not nn.Linear or own_forward(module) is not None or not native_status()[0]:
         return None
     weight = module.weight
-    large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS
+    large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS and weight.layout == torch.strided
     return ("forward", forward) if large and weight.device.type == "cpu" and weight.is_contiguous() else None
 
 

@@ -58,7 +58,7 @@ def test_a_slice_of_a_prompt_goes_in() -> None:
 
 
 def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tokens, other dtypes, gradients, those in forward mode, autocast, traces."""
+    """Many tokens, other dtypes, gradients, those in forward mode, vmap, autocast, traces."""
     module = given()
     monkeypatch.setattr("torchpaged.few_tokens.BACKEND_OPS", {})
     with torch.no_grad():
@@ -68,6 +68,8 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
             assert module(tokens(2)).dtype == torch.bfloat16
         _, tangent = torch.func.jvp(module, (tokens(2),), (tokens(2),))
         torch.testing.assert_close(tangent, F.linear(tokens(2), module.weight))
+        each = torch.vmap(module)(tokens(3, 2))
+        torch.testing.assert_close(each, F.linear(tokens(3, 2), module.weight, module.bias))
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         assert torch.equal(compiled(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
         with pytest.raises(RuntimeError, match="dtype"):
@@ -79,6 +81,9 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
             parameter.data = torch.stack((parameter.data, parameter.data), -1)[..., 0]
             assert torch.equal(module(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
             parameter.data = parameter.data.contiguous()
+        dense, module.weight = module.weight, nn.Parameter(module.weight.to_sparse_csr(), requires_grad=False)
+        torch.testing.assert_close(module(tokens(2)), F.linear(tokens(2), dense, module.bias))
+        module.weight = dense
     module(tokens(2)).sum().backward()
     assert module.weight.grad is not None
     with torch.no_grad():
@@ -94,6 +99,9 @@ def test_which_modules() -> None:
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS, dtype=torch.float64)) is None
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS, device="meta")) is None
     assert of_few_tokens(Other(COLUMNS, ROWS)) is None
+    sparse = nn.Linear(COLUMNS, ROWS)
+    sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse_csr())
+    assert of_few_tokens(sparse) is None
     module = given()
     assert of_few_tokens(module) is not None, "an engine gave it, and attach keeps it"
     module.forward = lambda x: x  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from models import padded_prompts, tiny
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 from torchpaged import ArgumentError, NotCopyableError, UnsupportedModelError
-from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.hf import PagedCache, attach, attached, detach, paged
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -79,6 +79,27 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     before = everything_of(model)
     with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM.*attention interface"):
         attach(model)
+    assert everything_of(model) == before
+
+
+@pytest.mark.parametrize("name", ["bloom", "dbrx"])
+def test_a_model_is_left_as_it_was_by_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever looks at its modules, halfway."""
+
+    def put_in(functions: Any) -> None:
+        attached_put_in(functions)
+        raise KeyboardInterrupt
+
+    attached_put_in = attached.put_in
+    model = model_of(name, "eager")
+    before = everything_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(attached, "put_in", put_in)
+        with pytest.raises(KeyboardInterrupt):
+            attach(model)
+    assert everything_of(model) == before
+    with paged(model):
+        assert everything_of(model) != before
     assert everything_of(model) == before
 
 

@@ -214,6 +214,18 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         require_supported(model)
     known = _before_of_others(model)
     before = [(config, known.get(id(config), config._attn_implementation)) for config in _configs(model)]
+    setattr(model, _BEFORE, before)
+    _ATTACHED.add(model)
+    try:
+        _switch(model, own)
+    except BaseException:
+        detach(model)
+        raise
+    return given
+
+
+def _switch(model: PreTrainedModel, own: bool) -> None:
+    """Set the implementation, and give modules their functions; ``own``: their attention, too."""
     if own:
         if not replace_attention(model):
             raise UnsupportedModelError(
@@ -228,9 +240,6 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         model.set_attn_implementation(NAME)
         _reach_copies(model)
         give_functions(model)
-    setattr(model, _BEFORE, before)
-    _ATTACHED.add(model)
-    return given
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -465,6 +465,31 @@ def test_two_tasks_one_of_which_is_cancelled(started: Generator, want: list[list
     assert started.pool.num_used == 0
 
 
+@pytest.mark.parametrize("prompt", [PROMPTS[0], [10_000]], ids=["queued", "refused"])
+def test_a_task_that_is_cancelled_while_its_request_is_queued(started: Generator, prompt: list[int]) -> None:
+    """A step, or another call, has the lock until then."""
+
+    async def main() -> None:
+        with started._calls.entered():
+            task = asyncio.create_task(anext(started.answer(prompt, LONG)))
+            while not started._calls.lock._queue:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    while started.has_unfinished:
+        time.sleep(0.001)
+    assert started.stats.finished in ({"cancelled": 1}, {})
+    assert started.pool.num_used == 0
+
+
+def test_an_answer_that_is_not_begun_leaves_no_request(started: Generator) -> None:
+    started.answer(PROMPTS[0], LONG)
+    assert not started.has_unfinished
+
+
 def test_what_events_refuses(llama: Any) -> None:
     async def first(generator: Generator, request: int) -> Any:
         return await anext(generator.events(request))

@@ -2,7 +2,7 @@
 
     calls.background = BackgroundLoop(calls, device)
     for event in calls.background.follow(inbox): ...            # in any thread
-    async for event in calls.background.events(request_id): ...
+    async for event in calls.background.events(queue, owner): ...
 
 It is one more caller: it enters as the others do, and gives way to those that wait. A caller that wants
 events registers a `_Follower` of its inbox. Whenever a call is over, of any thread, the events since then are
@@ -154,19 +154,19 @@ class BackgroundLoop:
         if not self._stopping and not self._calls.closed and self._calls.stepper.requests:
             self._work.put(None)
 
-    def _add(self, inbox: Inbox, follower: _Follower, request_ids: list[int] | None = None) -> None:
+    def _add(self, inbox: Inbox, follower: _Follower, take: Callable[[Inbox], object] | None = None) -> None:
         """From now on ``follower`` gets the news of ``inbox``, beginning with what waits there.
 
         Args:
-            request_ids: which it becomes the owner of first.
+            take: called first, with the lock held: makes it the owner of a request.
 
         Raises:
-            ArgumentError: as `Calls.claim`.
+            ArgumentError: of ``take``.
             ClosedError, TorchpagedError: the loop has ended, and requests have not.
         """
-        with self._calls.entered(if_closed=not request_ids):
-            if request_ids:
-                self._calls.claim(request_ids, inbox)
+        with self._calls.entered(if_closed=take is None):
+            if take is not None:
+                take(inbox)
             self._register(inbox, follower)
 
     def _register(self, inbox: Inbox, follower: _Follower) -> None:
@@ -198,14 +198,14 @@ class BackgroundLoop:
         self._register(inbox, _Follower(news.put, False))
         return lambda: _read(news.get())
 
-    async def events(self, request_id: int, owner: object) -> AsyncIterator[TokenEvent]:
-        """Events of one submitted request, which is cancelled if the iteration breaks off. Raises as
-        `follow` and `Calls.claim`. ``owner`` as in `Calls.stream`."""
+    async def events(self, take: Callable[[Inbox], object], owner: object) -> AsyncIterator[TokenEvent]:
+        """Events of the request that ``take`` gives an inbox, with the lock held; it is cancelled if the
+        iteration breaks off. Raises as ``take`` and `follow`. ``owner`` as in `Calls.stream`."""
         here, inbox = asyncio.get_running_loop(), Inbox()
         news: asyncio.Queue[_News] = asyncio.Queue()
         follower = _Follower(lambda item: here.call_soon_threadsafe(news.put_nowait, item), True)
         # In a thread of its own: the lock may be held by a step.
-        claim = here.run_in_executor(None, self._add, inbox, follower, [request_id])
+        claim = here.run_in_executor(None, self._add, inbox, follower, take)
         try:
             await asyncio.shield(claim)
             more = True

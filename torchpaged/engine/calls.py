@@ -50,7 +50,7 @@ class Background(Protocol):
     def waiter(self, inbox: Inbox) -> Callable[[], object]:
         """What waits until they have ended; the caller holds the lock."""
 
-    def events(self, request_id: int, owner: object) -> AsyncIterator[TokenEvent]:
+    def events(self, take: Callable[[Inbox], object], owner: object) -> AsyncIterator[TokenEvent]:
         """Of one request, for asyncio."""
 
     def end(self, reason: BaseException) -> None:
@@ -185,6 +185,18 @@ class Calls:
             background.join()
 
     # ----------------------------------------------------------------------------------------- whose requests
+    def loop_for(self, call: str) -> Background:
+        """The background loop, which ``call`` needs.
+
+        Raises:
+            ClosedError, TorchpagedError: closed, of another process, or there is none.
+        """
+        self.require_open()
+        self.require_own_process()
+        if self.background is None:
+            raise TorchpagedError(f"{call}: no background loop makes steps; call start() first")
+        return self.background
+
     def claim(self, request_ids: list[int], inbox: Inbox) -> None:
         """Make ``inbox`` the owner of these submitted requests; the caller holds the lock.
 

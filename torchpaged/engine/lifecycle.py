@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -108,7 +109,7 @@ class Lifecycle(NotCopied):
                 print(event.text, end="")
 
         Tasks wait for events without a thread or a lock. `submit` waits for the step that runs; where that
-        is too long for an event loop: ``await asyncio.to_thread(generator.submit, ...)``.
+        is too long for an event loop, or tasks are cancelled: `answer`.
 
         Args:
             request_id: the request; it belongs to this iteration from the first event asked for. An iteration
@@ -119,12 +120,7 @@ class Lifecycle(NotCopied):
             TorchpagedError: no background loop runs (`start`), or none in this process, or a step raised.
             ClosedError: the Generator is closed.
         """
-        self._calls.require_open()
-        self._calls.require_own_process()
-        background = self._calls.background
-        if background is None:
-            raise TorchpagedError("events(): no background loop makes steps; call start() first")
-        return background.events(request_id, self)
+        return self._calls.loop_for("events()").events(partial(self._calls.claim, [request_id]), self)
 
     def metrics(self) -> EngineMetrics:
         """Load, memory and latencies as they are now; waits for the step that runs.

@@ -1,7 +1,7 @@
 """Requests of a `Generator`: queued, cancelled, streamed, run to their ends, or moved on by one step."""
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -61,6 +61,33 @@ class RequestCalls:
             if sequence is not None:  # interrupted: its id was not returned
                 self._calls.leave([sequence])
             raise
+
+    def answer(
+        self, prompt: str | Seq[int], sampling: SamplingParams | None = None
+    ) -> AsyncIterator[TokenEvent]:
+        """Queue a request, and give its events as they come, for asyncio; with `start`.
+
+            async for event in generator.answer("Once upon a time"):
+                print(event.text, end="")
+
+        The request is queued, in a thread, when the first event is asked for: an iteration that never begins
+        leaves none behind. One that breaks off, or whose task is cancelled, even while the request is being
+        queued, cancels it.
+
+        Args:
+            prompt, sampling: as of `submit`.
+
+        Raises:
+            ArgumentError: as `submit`, where the first event is asked for.
+            TorchpagedError: no background loop runs (`start`), or none in this process, or a step raised.
+            ClosedError: the Generator is closed.
+        """
+
+        def queue(inbox: Inbox) -> None:
+            self._stepper.look(ModelWatch.at_request)
+            self._stepper.add(self._sequence(prompt, sampling, inbox))
+
+        return self._calls.loop_for("answer()").events(queue, self)
 
     def cancel(self, request_id: int) -> None:
         """End a request now; its blocks are free at once, its event comes to its owner. One that has ended

@@ -21,12 +21,13 @@ from functools import partial
 from typing import Any
 
 from torchpaged import ArgumentError, TorchpagedError
-from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine import Generator, SamplingParams, TokenEvent
 
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SAMPLING = {"temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
 #: Ends that OpenAI's clients know.
 REASONS = {"stop": "stop", "length": "length", "out_of_blocks": "length"}
+Events = AsyncIterator[TokenEvent]
 
 
 def sampling_of(body: dict[str, Any]) -> SamplingParams:
@@ -68,6 +69,13 @@ def choice(chat: bool, text: str, reason: str | None, part: bool) -> dict[str, A
     return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
 
+async def behind(first: TokenEvent, rest: Events) -> Events:
+    """All events, of which the first was waited for already."""
+    yield first
+    async for event in rest:
+        yield event
+
+
 def make_app(generator: Generator, name: str) -> Any:
     """The application; it starts the generator's loop, and closes the generator at its end."""
     from starlette.applications import Starlette
@@ -78,9 +86,11 @@ def make_app(generator: Generator, name: str) -> Any:
     def refusal(error: Exception, status: int) -> JSONResponse:
         return JSONResponse({"error": {"message": str(error), "type": type(error).__name__}}, status)
 
-    async def parts(request_id: int, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
+    async def parts(
+        events: AsyncIterator[TokenEvent], head: dict[str, Any], chat: bool
+    ) -> AsyncIterator[str]:
         try:
-            async for event in generator.events(request_id):
+            async for event in events:
                 if event.finish_reason in ("error", "cancelled"):
                     raise event.error or TorchpagedError("the server ends")
                 one = choice(chat, event.text, REASONS.get(event.finish_reason or ""), part=True)
@@ -95,7 +105,8 @@ def make_app(generator: Generator, name: str) -> Any:
             if (streams := body.get("stream")) not in (None, False, True):
                 raise ArgumentError("stream", "true or false", repr(streams))
             prompt = prompt_of(body, generator.tokenizer, chat)
-            request_id = await asyncio.to_thread(generator.submit, prompt, sampling_of(body))
+            answered = generator.answer(prompt, sampling_of(body))
+            events = behind(await anext(answered), answered)  # it is queued, or refused, by now
         except (ValueError, TypeError, AttributeError, RecursionError) as error:  # ArgumentErrors, too
             return refusal(error, 400)
         except TorchpagedError as error:
@@ -104,10 +115,10 @@ def make_app(generator: Generator, name: str) -> Any:
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name, "object": kind}
         if streams:
             head["object"] += ".chunk" if chat else ""
-            return StreamingResponse(parts(request_id, head, chat), media_type="text/event-stream")
+            return StreamingResponse(parts(events, head, chat), media_type="text/event-stream")
         text, count, reason = "", 0, None
         try:
-            async for event in generator.events(request_id):
+            async for event in events:
                 text, count = text + event.text, count + (event.token_id is not None)
                 reason = event.finish_reason
                 if reason in ("error", "cancelled"):

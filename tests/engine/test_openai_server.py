@@ -1,10 +1,14 @@
 """examples/openai_server.py, in this process."""
 
+import asyncio
+import contextlib
 import importlib.util
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,12 +45,17 @@ def want(llama: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def client(llama: Any, want: list[int]) -> Iterator[Any]:
+def server() -> ModuleType:
     spec = importlib.util.spec_from_file_location("openai_server", ROOT / "examples" / "openai_server.py")
     assert spec is not None
     assert spec.loader is not None
     server = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(server)
+    return server
+
+
+@pytest.fixture(scope="module")
+def client(llama: Any, want: list[int], server: ModuleType) -> Iterator[Any]:
     generator = Generator(llama, Words(), max_batch_size=4, max_seq_len=64, compile=False)
     with testclient.TestClient(server.make_app(generator, "tiny")) as client:
         yield client
@@ -92,6 +101,30 @@ def test_clients_side_by_side(client: Any, want: list[int]) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(16), timeout=60)) == [want] * 16
+
+
+@pytest.mark.parametrize("gone", [asyncio.CancelledError, OSError], ids=["task", "connection"])
+def test_a_client_that_is_gone_when_its_answer_begins(llama: Any, server: ModuleType, gone: Any) -> None:
+    """Its request ends, and what nobody has read of it does not stay in memory."""
+    body = json.dumps({"prompt": "5 9", "max_tokens": 50, "ignore_eos": True, "stream": True}).encode()
+    where = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        raise gone
+
+    async def main() -> None:
+        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, **where}
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await server.make_app(generator, "tiny")(scope, receive, send)
+
+    with Generator(llama, Words(), max_batch_size=4, max_seq_len=64, compile=False).start() as generator:
+        asyncio.run(main())
+        while not generator.metrics().finished:
+            time.sleep(0.001)
+        assert not generator.has_unfinished
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,7 @@ def make_app(generator: Generator, name: str) -> Any:
     def refusal(error: Exception, status: int) -> JSONResponse:
         return JSONResponse({"error": {"message": str(error), "type": type(error).__name__}}, status)
 
-    async def parts(
-        events: AsyncIterator[TokenEvent], head: dict[str, Any], chat: bool
-    ) -> AsyncIterator[str]:
+    async def parts(events: Events, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
         try:
             async for event in events:
                 if event.finish_reason in ("error", "cancelled"):

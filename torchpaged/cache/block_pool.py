@@ -192,10 +192,7 @@ class BlockPool:
         if self._more and not self._more.keys().isdisjoint(blocks):
             left = list(filterfalse(self._is_shared_once_less, left))
         self._held.difference_update(left)
-        if different is not None and kept.keys() >= different and len(left) == len(different):
-            idle = left
-        else:
-            idle = [block for block in left if block in kept] if kept else []
+        idle = list(filter(kept.__contains__, left)) if kept else []
         if len(idle) < len(left):
             self._free += filterfalse(kept.__contains__, left) if idle else left
         if idle and self._keeps_idle:

@@ -157,7 +157,7 @@ class RequestCalls:
         texts = list_prompts(prompts)
         each = list_sampling(sampling, len(texts))
         samples = [(text, one) for text, params in zip(texts, each, strict=True) for one in params.samples()]
-        inbox, sequences = Inbox(), list[Sequence]()
+        inbox, sequences = Inbox(wants_results=True), list[Sequence]()
         try:
             with self._calls.entered():
                 makes_steps = self._calls.background is None

@@ -72,12 +72,17 @@ class EventLog:
 class Inbox:
     """Where events of some requests wait for the call that owns these.
 
+    Args:
+        wants_results: the call gives `Sequence.result` of each, too.
+
     Attributes:
+        wants_results: as given.
         live: its requests that have not ended, as a set in order.
         ready: those with events to take, likewise; some may have none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wants_results: bool = False) -> None:
+        self.wants_results = wants_results
         self.live: dict[Sequence, None] = {}
         self.ready: dict[Sequence, None] = {}
 
@@ -210,7 +215,7 @@ class Sequence:
     def list_prompt(self) -> None:
         """Make the list of ids for `result` now, if one token more ends the request: between the launch and
         that token the host has nothing else to do."""
-        if len(self.tokens) + 1 >= self.max_len:
+        if self.inbox.wants_results and len(self.tokens) + 1 >= self.max_len:
             self.prompt_ids = self.prompt.tolist()
 
     def result(self) -> RequestOutput:

@@ -32,13 +32,14 @@ def struct_of(file: str, name: str = "Params") -> type[ctypes.Structure]:
                 fields.append((member[1:], ctypes.c_void_p))
             else:
                 fields.append((member, _KINDS.get(kind) or struct_of(file, kind)))
-    size = ctypes.sizeof(_structure(name, fields))
+    size = ctypes.sizeof(_structure(name, tuple(fields)))
     if any(kind is Map for _, kind in fields) and size % _MAP_ALIGNMENT:
         fields.append(("_padding", ctypes.c_ubyte * (_MAP_ALIGNMENT - size % _MAP_ALIGNMENT)))
-    return _structure(name, fields)
+    return _structure(name, tuple(fields))
 
 
-def _structure(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
+@functools.cache  # a member takes instances of its own type alone: equal declarations give one type
+def _structure(name: str, fields: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
 
 

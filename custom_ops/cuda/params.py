@@ -12,6 +12,7 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Map
 _KINDS: dict[str, Any] = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Map": Map}
 #: A tensor map, and so a struct that has one, begins and ends at multiples of so many bytes.
 _MAP_ALIGNMENT = 64
+_made: dict[tuple[str, tuple[tuple[str, Any], ...]], type[ctypes.Structure]] = {}
 
 
 @functools.cache
@@ -38,9 +39,10 @@ def struct_of(file: str, name: str = "Params") -> type[ctypes.Structure]:
     return _structure(name, tuple(fields))
 
 
-@functools.cache  # a member takes instances of its own type alone: equal declarations give one type
 def _structure(name: str, fields: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
+    """One type for equal declarations, in all threads: a member takes instances of its own type alone."""
+    made = type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
+    return _made.setdefault((name, fields), made)
 
 
 def _body(file: str, name: str) -> str:

@@ -3,6 +3,7 @@
 ``python tests/custom_ops/cuda/test_config.py`` writes the examples anew.
 """
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
 from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_config
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.indexer.cuda.index_logits import LOGITS, LogitsSpec
 from torchpaged.custom_ops.indexer.cuda.top_k_indices import TOP_K, top_k_config
 from torchpaged.custom_ops.layers.cuda import linear_shape
@@ -162,11 +164,23 @@ def test_no_line_of_c_or_cuda_is_longer_than_a_line_of_python() -> None:
 @needs_nvcc
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_source_compiles_as_it_lies(tmp_path: Path, kernel: str) -> None:
-    """With the example beside it and no names on the command line, as an editor sees it."""
+    """With the example beside it and no names on the command line, as an editor sees it; and each member of
+    its parameters is where Python puts it."""
+    (params,) = set(re.findall(r"__grid_constant__ (\w+) ", jit.sources()[kernel]))
+    struct = struct_of(kernel, params)
+    places = [(name, getattr(struct, name)) for name, *_ in struct._fields_ if name != "_padding"]
+    whole, target = tmp_path / "whole.cu", tmp_path / "out.ptx"
+    whole.write_text(
+        f'#include "{jit.files()[kernel]}"\nstatic_assert(sizeof({params}) == {ctypes.sizeof(struct)});\n'
+        + "".join(
+            f"static_assert(__builtin_offsetof({params}, {name}) == {place.offset});\n"
+            f"static_assert(sizeof({params}::{name}) == {place.size});\n"
+            for name, place in places
+        )
+    )
     command = ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++17", "-Werror", "all-warnings"]
-    source, target = jit.files()[kernel], tmp_path / "out.ptx"
     done = subprocess.run(
-        [*command, "-o", str(target), str(source)], capture_output=True, text=True, timeout=300
+        [*command, "-o", str(target), str(whole)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

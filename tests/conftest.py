@@ -67,7 +67,7 @@ def mark_quick(items: list[pytest.Item]) -> None:
     in_default_run = {item.nodeid.split("[")[0] for item in items if "slow" not in item.keywords}
     for item in items:
         name = item.nodeid.split("[")[0]
-        if "gpu" not in item.keywords and name not in in_default_run:
+        if not {"gpu", "long"} & set(item.keywords) and name not in in_default_run:
             item.add_marker("quick")
             in_default_run.add(name)
 

@@ -1,15 +1,18 @@
 """CUDA C++ kernels compiled by g++, with headers that stand in for the GPU's instructions, and launched by
 their own launchers."""
 
+import contextlib
 import ctypes
+import gc
 import re
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cuda_sources import write_sources
 
 from torchpaged.custom_ops.cuda import gpu, specialised
@@ -54,9 +57,76 @@ class HostKernel:
 
     def launch(self, grid: int, threads: int, arguments: ctypes.Structure, *, early: bool) -> None:
         assert grid % self.cluster == 0
+        if _races is not None:
+            _watch_tensors(self.library, arguments)
         ended = self.library.run(ctypes.byref(arguments), grid, threads, self.cluster, self.seed)
-        assert ended == 0, "a wait without an end"
         self.seed += 1
+        if _races is not None:
+            _races.found |= _found_races(self.library, _races.early)
+        assert ended == 0, "a wait without an end"
+
+
+@dataclass
+class Races:
+    """What kernels do that no barrier orders, and what they read before they wait for those ahead.
+
+    Attributes:
+        early: parameters that may be read before that wait.
+        changed: texts of sources and what stands in their place: mistakes that have to be found.
+        found: one line each.
+    """
+
+    early: Collection[str]
+    changed: tuple[tuple[str, str], ...]
+    found: set[str] = field(default_factory=set)
+
+
+_races: Races | None = None
+
+
+@contextlib.contextmanager
+def races(early: Collection[str] = (), *changed: tuple[str, str]) -> Iterator[Races]:
+    """Kernels compiled and launched within are watched (races_on_host.cpp)."""
+    global _races
+    _races = Races(early, changed)
+    try:
+        yield _races
+    finally:
+        _races = None
+
+
+def assert_no_races(early: Collection[str], test: Callable[..., None], *given: Any) -> None:
+    """``early``: parameters that kernels of ``test`` may read before they wait for those ahead."""
+    with races(early) as watched:
+        test(*given)
+    assert not watched.found, "\n".join(sorted(watched.found))
+
+
+def _watch_tensors(library: ctypes.CDLL, arguments: ctypes.Structure) -> None:
+    """By the names of a kernel's parameters."""
+    tensors = (t for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    for name, kind, *_ in arguments._fields_:
+        given = getattr(arguments, name)
+        at = HostMap.from_buffer_copy(given).begin if kind is Map else given
+        if kind not in (Map, ctypes.c_void_p) or at is None:
+            continue
+        for begin, count in storages.items():
+            if begin <= at < begin + count:
+                library.races_watch(name.encode(), ctypes.c_void_p(begin), ctypes.c_int64(count))
+
+
+def _found_races(library: ctypes.CDLL, early: Collection[str]) -> set[str]:
+    """With lines of sources in place of addresses."""
+    library.races_found.restype = ctypes.c_char_p
+    text = library.races_found().decode()
+    for place in set(re.findall(r"@(\w+);", text)):
+        command = ["addr2line", "-e", library._name, "-i", hex(int(place, 16) - 1)]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+        named = [line.split("/")[-1].split(" ")[0] for line in lines if line]
+        of_kernel = [line for line in named if ".cu" in line] or named
+        text = text.replace(f"@{place};", of_kernel[0])
+    return {line for line in text.splitlines() if line.removeprefix("early read: ") not in early}
 
 
 def compiled(
@@ -65,7 +135,7 @@ def compiled(
     """Kernel ``name`` of ``file``, with ``header`` of tests/custom_ops/cuda in place of machine.cuh and of
     the headers in ``replaced``; ``folder`` does not exist."""
     source = write_sources(folder, file, config)
-    for stand_in in _HEADERS.glob("*_on_host.h"):
+    for stand_in in _HEADERS.glob("*_on_host.*"):
         (folder / stand_in.name).write_text(stand_in.read_text())
     (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n#include "{header}"\n')
     for other in replaced:
@@ -73,7 +143,7 @@ def compiled(
     for path in folder.iterdir():
         text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
         text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
-        text = text.replace("__shared__", "static")
+        text = text.replace("__shared__", "SHARED_ARRAY")
         path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+[rlf]\"\([^;]*\)\);", "", text))
     with source.open("a") as end:
         end.write(
@@ -81,10 +151,25 @@ def compiled(
             f"  return launch(ctas, threads, cluster, seed, [&] {{ {name}(*p); }});\n}}\n"
         )
     library = folder / "kernel.so"
-    options = ["-x", "c++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC"]
-    command = ["g++", *options, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[:3000]
+    options = ["g++", "-x", "c++", "-std=c++20", "-O2", "-w", "-fPIC"]
+    if _races is None:
+        commands = [[*options, "-shared", "-o", str(library), str(source)]]
+    else:  # the calls of -fsanitize=thread end in races_on_host.cpp, which stands first
+        texts = {path: path.read_text() for path in folder.iterdir()}
+        for old, new in _races.changed:
+            texts = {path: text.replace(old, new) for path, text in texts.items()}
+        for path, text in texts.items():
+            path.write_text(text)
+        objects = [folder / "races.o", folder / "kernel.o"]
+        watched = ["-g", "-DRACES", "-c", "-o"]
+        commands = [
+            [*options, *watched, str(objects[0]), str(folder / "races_on_host.cpp")],
+            [*options, "-fsanitize=thread", *watched, str(objects[1]), str(source)],
+            ["g++", "-shared", "-o", str(library), *map(str, objects)],
+        ]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(library))
 
 

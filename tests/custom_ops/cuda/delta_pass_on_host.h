@@ -15,11 +15,12 @@ inline Product kept(float *d, const u32 (&a)[4], u64 b, int columns, bool turned
   }
   return made;
 }
-inline void bulk_wait_read() {}
+inline void bulk_wait_read() { races::wait(races::STORE, 0); }
 inline void tma_load_3d(u32 to, const Map *map, int x, int y, int z, u32 barrier) {
   tma_load_4d(to, map, x, y, z, 0, barrier);
 }
 inline void tma_store_3d(const Map *map, u32 from, int x, int y, int z) {
+  const races::As copy(races::STORE);
   for (int c = 0, place = (int)from; c < map->box[2]; ++c)
     for (int b = 0; b < map->box[1]; ++b)
       for (int a = 0; a < map->box[0]; ++a, place += 2) {
@@ -27,10 +28,11 @@ inline void tma_store_3d(const Map *map, u32 from, int x, int y, int z) {
         if (x + a < map->sizes[0] && y + b < map->sizes[1] && z + c < map->sizes[2])
           memcpy((char *)map->from + at * 2, memories + (place ^ (place >> 7 & 7) << 4), 2);
       }
+  races::commit(races::STORE);
 }
 template <int ADD> void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
-  products[current].open.push_back(kept(d, a, b, 8, false, ADD == 1));
+  ask(kept(d, a, b, 8, false, ADD == 1));
 }
 inline void multiply_lines(float (&d)[64], const u32 (&a)[4], u64 b) {
-  products[current].open.push_back(kept(d, a, b, 16, true, true));
+  ask(kept(d, a, b, 16, true, true));
 }

@@ -14,6 +14,8 @@
 #include <random>
 #include <vector>
 
+#include "races_on_host.h"
+
 #define __device__
 #define __host__
 #define __global__
@@ -61,15 +63,18 @@ template <class F> void wait_until(F done) {
   ++moved;
 }
 struct Meeting { int count = 0, generation = 0; };
-inline void meet(Meeting &m, int wanted) {
+inline void meet(Meeting &m, int wanted, bool orders = true) {
   const int generation = m.generation;
+  if (orders) races::arrive(&m);
   if (++m.count == wanted) {
     m.count = 0;
     ++m.generation;
     ++moved;
+    if (orders) races::complete(&m);
   } else {
     wait_until([&] { return m.generation != generation; });
   }
+  if (orders) races::pass(&m);
 }
 inline Meeting of_warps[MOST_WARPS], named[MOST_CTAS][16], of_cluster;
 inline u64 given[MOST_WARPS][2][32];
@@ -77,7 +82,7 @@ inline int turns[MOST_WARPS][32];
 inline const u64 *exchange(u64 x) {  // what all lanes of the warp gave
   const int warp = current / 32, lane = current % 32, turn = turns[warp][lane]++ & 1;
   given[warp][turn][lane] = x;
-  meet(of_warps[warp], 32);
+  meet(of_warps[warp], 32, false);
   return given[warp][turn];
 }
 template <class T> T shuffled(T x, int from) {
@@ -100,7 +105,7 @@ inline u32 __ballot_sync(u32, bool x) {
   return votes;
 }
 inline bool __any_sync(u32, bool x) { return __ballot_sync(ALL, x); }
-inline void __syncwarp() { exchange(0); }
+inline void __syncwarp() { meet(of_warps[current / 32], 32); }
 inline u32 __byte_perm(u32 x, u32 y, u32 chosen) {
   const u64 bytes = x | (u64)y << 32;
   u32 z = 0;
@@ -112,7 +117,9 @@ inline void __syncthreads() { meet(named[cta()][0], cta_threads); }
 template <int COUNT> void barrier(int id) { meet(named[cta()][id], COUNT); }
 template <int COUNT> void barrier_arrive(int id) {
   Meeting &m = named[cta()][id];
+  races::arrive(&m);
   if (++m.count < COUNT) return;
+  races::complete(&m);
   m.count = 0;
   ++m.generation;
   ++moved;
@@ -138,14 +145,20 @@ inline u32 mapa(u32 mine, int rank) { return mine % CTA_BYTES + (u32)rank * CTA_
 inline u32 mapa(const void *mine, int rank) { return mapa(shared_address(mine), rank); }
 inline float4 ld_cluster_float4(u32 from) { return *(float4 *)(memories + from); }
 inline void cp_async_or_zero(u32 to, const char *from, bool real) {
+  const races::As copy(races::COPY);
   if (real) memcpy(memories + to, from, 16);
   else memset(memories + to, 0, 16);
 }
-inline void cp_async_commit() {}
-template <int N> void cp_async_wait() {}
-inline void fence_async() {}
-inline int count_arrival(int *semaphore) { return (*semaphore)++; }
-inline void griddepcontrol_wait() {}
+inline void cp_async_commit() { races::commit(races::COPY); }
+template <int N> void cp_async_wait() { races::wait(races::COPY, N); }
+inline void fence_async() { races::fence(); }
+inline int count_arrival(int *semaphore) {
+  races::touch(semaphore, 4, true, true);
+  races::count(semaphore);
+  const races::Quiet quiet;
+  return (*semaphore)++;
+}
+inline void griddepcontrol_wait() { races::waited_for_kernels_ahead(); }
 inline void griddepcontrol_launch_dependents() {}
 template <class T> T load_l2(const T *p) { return *p; }
 inline int load_and_forget_l1(const int *p) { return *p; }
@@ -250,6 +263,7 @@ template <class F> int launch(int ctas, int count, int cluster, unsigned seed, F
     of_cluster = {};
     forget();
     memset(turns, 0, sizeof turns);
+    races::begin(cluster, first_cta, count);
     std::vector<int> order(all);
     for (int i = 0; i < all; ++i) {
       Thread &t = threads[i];
@@ -281,6 +295,7 @@ template <class F> int launch(int ctas, int count, int cluster, unsigned seed, F
         left -= threads[i].ended;
       }
     }
+    races::end();
   }
   return 0;
 }

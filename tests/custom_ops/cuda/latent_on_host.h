@@ -1,7 +1,7 @@
 // The instructions of latent attention for the host, in place of machine.cuh, bulk.cuh, wgmma.cuh and
 // latent_instructions.cuh. What is asynchronous happens as late, or as early, as it may: products read their
 // operands when they are waited for, copies arrive when they are asked for. So a barrier that is missing
-// shows as a wrong result.
+// shows as a wrong result, or as a race (races_on_host.cpp).
 #pragma once
 #include "hopper_on_host.h"
 
@@ -21,23 +21,32 @@ inline Products products[MOST_WARPS * 32];
 
 struct Barrier { int expected, pending, phase; i64 bytes; };
 inline std::map<u32, Barrier> barriers;
-inline void completes(Barrier &b) {
+inline void completes(u32 at) {
+  Barrier &b = barriers.at(at);
   if (b.pending || b.bytes) return;
+  races::complete(memories + at);
   b.phase ^= 1;
   b.pending = b.expected;
   ++moved;
 }
-inline void mbarrier_init(u32 at, int arrivals) { barriers[at] = {arrivals, arrivals, 0, 0}; }
+inline void mbarrier_init(u32 at, int arrivals) {
+  races::touch(memories + at, 8, true);
+  barriers[at] = {arrivals, arrivals, 0, 0};
+}
 inline void mbarrier_arrive(u32 at) {
+  races::touch(memories + at, 8, false);
+  races::arrive(memories + at);
   --barriers.at(at).pending;
-  completes(barriers.at(at));
+  completes(at);
 }
 inline void mbarrier_arrive_expect_tx(u32 at, int bytes) {
   barriers.at(at).bytes += bytes;
   mbarrier_arrive(at);
 }
 inline void mbarrier_wait(u32 at, int parity) {
+  races::touch(memories + at, 8, false);
   wait_until([&] { return barriers.at(at).phase != parity; });
+  races::pass(memories + at);
 }
 struct alignas(64) Map {  // test_latent_on_host.py fills it in
   const char *from;
@@ -46,6 +55,7 @@ struct alignas(64) Map {  // test_latent_on_host.py fills it in
 };
 inline void tma_load_4d(u32 to, const Map *map, int x, int y, int z, int w, u32 barrier) {
   const int begin[4] = {x, y, z, w};
+  const races::As copy(races::BULK, memories + barrier);
   int count = 0;
   for (int d = 0; d < map->box[3]; ++d)
     for (int c = 0; c < map->box[2]; ++c)
@@ -62,7 +72,7 @@ inline void tma_load_4d(u32 to, const Map *map, int x, int y, int z, int w, u32 
           memcpy(memories + (place ^ (place >> 7 & 7) << 4), &number, 2);
         }
   barriers.at(barrier).bytes -= count * 2;
-  completes(barriers.at(barrier));
+  completes(barrier);
 }
 inline u64 read_once() { return 0; }
 inline u64 read_again() { return 0; }
@@ -70,9 +80,12 @@ inline void tma_load_4d(u32 to, const Map *map, int x, int y, int z, int w, u32 
   tma_load_4d(to, map, x, y, z, w, barrier);
 }
 inline void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64) {
+  const races::As copy(races::BULK, memories + barrier);
+  races::touch(from, bytes, false);
+  races::touch(memories + to, bytes, true);
   memcpy(memories + to, from, bytes);
   barriers.at(barrier).bytes -= bytes;
-  completes(barriers.at(barrier));
+  completes(barrier);
 }
 inline void prefetch_tensormap(const void *) {}
 inline void prefetch_l2(const char *) {}
@@ -101,24 +114,38 @@ inline u64 operand(u32 at, int groups = 1024, int columns = 0) {
   return (u64)at | (u64)(groups >> 4) << 32 | (u64)(columns >> 4) << 48;
 }
 inline u64 blocks(u32 at) { return (u64)at | (u64)0xffff << 48; }  // of 8 x 8, without swizzle
-inline float element(u64 of, bool turned, int row, int k) {
-  if (of >> 48 == 0xffff)
-    return number<HALF>(half_at((u32)of + row / 8 * 256 + k / 8 * 128 + row % 8 * 16 + k % 8 * 2));
+inline u32 place_of(u64 of, bool turned, int row, int k) {
+  if (of >> 48 == 0xffff) return (u32)of + row / 8 * 256 + k / 8 * 128 + row % 8 * 16 + k % 8 * 2;
   const u32 groups = (u32)(of >> 32 & 0xffff) << 4, columns = (u32)(of >> 48) << 4,
             begin = (u32)of + (turned ? row / 64 * columns + k / 8 * groups + k % 8 * 128 + row % 64 * 2
                                       : row / 8 * groups + row % 8 * 128 + k * 2);
-  u16 x;
-  memcpy(&x, memories + (begin ^ (begin >> 7 & 7) << 4), 2);
-  return number<HALF>(x);
+  return begin ^ (begin >> 7 & 7) << 4;
+}
+inline float element(u64 of, bool turned, int row, int k) {
+  return number<HALF>(half_at(place_of(of, turned, row, k)));
+}
+// A product is asked for: it may read from now on until it is waited for.
+inline void ask(const Product &p) {
+#ifdef RACES
+  const races::As product(races::PRODUCT);
+  const auto reads = [](u32 at) { races::touch(memories + at, 2, false); };
+  const int row = current % cta_threads % 128 / 32 * 16 + current % 32 / 4;
+  for (int k = 0; k < 16; ++k) {
+    for (int r = 0; r < 16 && !p.kept; r += 8) reads(place_of(p.a, p.a_turned, row + r, k));
+    for (int n = current % 4 * 2; n < p.columns * 8; n += n % 2 ? 7 : 1)
+      reads(place_of(p.b, p.b_turned, n, k));
+  }
+#endif
+  products[current].open.push_back(p);
 }
 template <int TURNED, int ADD = 1, int J> void product16(float (&d)[J][4], u64 a, u64 b) {
-  products[current].open.push_back({d[0], a, b, J, TURNED == 1, false, ADD == 1});
+  ask({d[0], a, b, J, TURNED == 1, false, ADD == 1});
 }
 template <int ADD> void scores16(float (&d)[32], u64 a, u64 b) {
-  products[current].open.push_back({d, a, b, 8, false, false, ADD == 1});
+  ask({d, a, b, 8, false, false, ADD == 1});
 }
 inline void values16(float (&d)[128], u64 a, u64 b) {
-  products[current].open.push_back({d, a, b, 32, false, true, true});
+  ask({d, a, b, 32, false, true, true});
 }
 inline void values16(float (&d)[128], const u32 (&a)[4], u64 b) {
   Product made = {d, 0, b, 32, false, true, true, true};
@@ -128,7 +155,7 @@ inline void values16(float (&d)[128], const u32 (&a)[4], u64 b) {
       made.of_a[n % 2][n / 2 * 8 + k] =
           number<HALF>((u16)(all[current % 32 / 4 * 4 + k / 2] >> k % 2 * 16));
   }
-  products[current].open.push_back(made);
+  ask(made);
 }
 inline void stmatrix_x4(u32 at, const u32 (&x)[4]) {
   const int lane = current % 32;
@@ -143,6 +170,7 @@ inline void stmatrix_x4(u32 at, const u32 (&x)[4]) {
 }
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
+  races::commit(races::PRODUCT);
   products[current].groups.push_back(std::move(products[current].open));
   products[current].open.clear();
 }
@@ -150,9 +178,11 @@ inline Meeting warpgroups[MOST_CTAS * 4];
 template <int N> void wgmma_wait() {
   // no warp of the warpgroup has its results before all have asked
   const int thread = current % cta_threads;
-  meet(warpgroups[cta() * 4 + thread / 128], 128);
+  meet(warpgroups[cta() * 4 + thread / 128], 128, false);
+  races::wait(races::PRODUCT, N);
   Products &t = products[current];
   while ((int)t.groups.size() > N) {
+    const races::Quiet quiet;
     for (const Product &p : t.groups.front()) {
       const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
       float of_a[2][16];
@@ -170,7 +200,7 @@ template <int N> void wgmma_wait() {
     }
     t.groups.erase(t.groups.begin());
   }
-  __syncwarp();  // what a lane lets go behind the wait, no other lane still reads
+  exchange(0);  // what a lane lets go behind the wait, no other lane still reads
 }
 inline const bool forgets = (forget = [] {
   barriers.clear();

@@ -3,7 +3,11 @@
 #pragma once
 #include "hopper_on_host.h"
 
-inline u32 atomicAdd(u32 *at, u32 x) { return (*at += x) - x; }
+inline u32 atomicAdd(u32 *at, u32 x) {
+  races::touch(at, 4, true, true);
+  const races::Quiet quiet;
+  return (*at += x) - x;
+}
 inline u32 ld_cluster_u32(u32 from) { return *(u32 *)(memories + from); }
 inline float2 ld_cluster_float2(u32 from) { return *(float2 *)(memories + from); }
 inline void st_cluster(u32 to, u32 x) { *(u32 *)(memories + to) = x; }
@@ -18,6 +22,7 @@ template <bool FP16> float element(u64 of, int row, int k) {
   return number<FP16>(half_at(at ^ (at >> 7 & 7) << 4));
 }
 template <bool FP16, int N> void multiply_rows(float (&d)[N][4], const float (&a)[2][16], u64 b) {
+  const races::As product(races::PRODUCT);
   for (int n = 0; n < N; ++n)
     for (int e = 0; e < 2; ++e)
       for (int k = 0; k < 16; ++k) {
@@ -31,6 +36,7 @@ template <int N> void product16(float (&d)[N][4], const u32 (&a)[4], u64 b) {
   multiply_rows<true>(d, x, b);
 }
 template <bool FP16, int N> void wgmma(float (&d)[N][4], u64 a, u64 b) {
+  const races::As product(races::PRODUCT);
   float x[2][16];
   for (int r = 0; r < 2; ++r)
     for (int k = 0; k < 16; ++k)
@@ -38,5 +44,5 @@ template <bool FP16, int N> void wgmma(float (&d)[N][4], u64 a, u64 b) {
   multiply_rows<FP16>(d, x, b);
 }
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int N> void wgmma_wait() {}
+inline void wgmma_commit() { races::commit(races::PRODUCT); }
+template <int N> void wgmma_wait() { races::wait(races::PRODUCT, N); }

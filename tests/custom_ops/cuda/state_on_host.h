@@ -7,10 +7,20 @@
 struct Copy { u32 to; const void *from; int bytes; };
 inline std::map<u32, Copy> asked;     // by barrier
 inline std::map<u32, int> expected;   // bytes, by barrier
-inline void mbarrier_init(u32 at, int arrivals) { expected[at] = arrivals == 1 ? 0 : -1; }
-inline void mbarrier_arrive_expect_tx(u32 at, int bytes) { expected.at(at) += bytes; }
+inline void mbarrier_init(u32 at, int arrivals) {
+  races::touch(memories + at, 8, true);
+  expected[at] = arrivals == 1 ? 0 : -1;
+}
+inline void mbarrier_arrive_expect_tx(u32 at, int bytes) {
+  races::touch(memories + at, 8, false);
+  races::arrive(memories + at);
+  expected.at(at) += bytes;
+}
 inline void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64) {
   if (to % 16 || (u64)from % 16 || bytes % 16) abort();
+  const races::As copy(races::BULK, memories + barrier);
+  races::touch(from, bytes, false);
+  races::touch(memories + to, bytes, true);
   asked[barrier] = {to, from, bytes};
 }
 inline void bulk_prefetch(const void *from, int bytes) {
@@ -20,21 +30,35 @@ inline void prefetch_l2(const char *) {}
 inline void st_cluster(u32 to, float x) { *(float *)(memories + to) = x; }
 inline void mbarrier_wait(u32 at, int parity) {
   if (parity) abort();
+  races::touch(memories + at, 8, false);
   wait_until([&] { return asked.count(at) && asked[at].bytes == expected.at(at); });
   Copy &c = asked[at];
-  if (c.from) memcpy(memories + c.to, c.from, c.bytes);
+  if (c.from) {
+    memcpy(memories + c.to, c.from, c.bytes);
+    races::complete(memories + at);
+  }
   c.from = nullptr;
+  races::pass(memories + at);
 }
 inline void bulk_store(void *to, u32 from, int bytes, u64) {
   if (from % 16 || (u64)to % 16 || bytes % 16) abort();
+  const races::As copy(races::STORE);
+  races::touch(memories + from, bytes, false);
+  races::touch(to, bytes, true);
   memcpy(to, memories + from, bytes);
+  races::commit(races::STORE);
 }
 inline int arrived;  // threads of a cluster; its CTAs meet once
-inline void cluster_arrive() { ++arrived, ++moved; }
+inline void cluster_arrive() {
+  races::arrive(&arrived);
+  if (++arrived == cta_threads * cta_count) races::complete(&arrived);
+  ++moved;
+}
 inline void cluster_wait() {
   wait_until([] { return arrived == cta_threads * cta_count; });
+  races::pass(&arrived);
 }
-inline void bulk_wait_read() {}
+inline void bulk_wait_read() { races::wait(races::STORE, 0); }
 inline void fence_mbarrier_init() {}
 inline u64 read_once() { return 0; }
 inline u64 read_again() { return 0; }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
-from kernels_on_host import launched_on_host
+from kernels_on_host import assert_no_races, launched_on_host
 from op_inputs.state import LONG_BATCHES, STATE_BATCHES, make_linear_inputs
 from torch import Tensor
 
@@ -136,6 +136,13 @@ def test_matches_what_chunks_mean(shape: str, tmp_path: Path, monkeypatch: pytes
         found += int(zeros.sum())
         assert (call.out[~live & ~long[:-1]] == 7).all()
     assert found
+
+
+@needs_gxx
+@pytest.mark.slow
+@pytest.mark.long
+def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_no_races((), test_matches_what_chunks_mean, "two", tmp_path, monkeypatch)
 
 
 SPECS = {

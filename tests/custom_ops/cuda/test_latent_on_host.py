@@ -1,6 +1,7 @@
 """The CUDA C++ kernel of latent attention on the host (latent_on_host.h): its own sources, launched by its
 own launcher, against the oracle."""
 
+import contextlib
 import ctypes
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import kernels_on_host
 import pytest
 import torch
 from cuda_sources import needs_gxx
-from kernels_on_host import HostKernel, host_map
+from kernels_on_host import HostKernel, assert_no_races, host_map
 from op_inputs.latent import as_fp8, assert_latent_close, latent_tensors, make_latent_batch
 
 from torchpaged.custom_ops.cuda import gpu
@@ -145,3 +146,52 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         assert_latent_close(out, lse, batch, causal=causal)
         results.append((out, lse))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+#: What kernels here read before they wait for those ahead (custom_ops/stream_order.py): lengths, the table,
+#: keys of the context.
+EARLY = "seq_lens", "starts", "table", "kv", "rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["fp8, uneven", "128 rows", "16 rows", "clusters", "fp8, clusters", "drafts"]
+)
+def test_no_races(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are used again, but in clusters."""
+    assert_no_races(EARLY, test_matches_the_oracle, name, tmp_path, monkeypatch)
+
+
+#: A case, a text and what stands in its place, and what is found.
+MISTAKES = {
+    "a stage let go before all lanes have read it": (
+        "fp8, uneven",
+        (
+            "        __syncwarp();\n        if (lane == 0) mbarrier_arrive",
+            "        if (lane == 0) mbarrier_arrive",
+        ),
+        "read by a lane latent_fp8_mainloop.cuh",
+    ),
+    "weights that products may not see": (
+        "128 rows",
+        ("    fence_async();\n    barrier_arrive", "    barrier_arrive"),
+        "write by a lane latent_pairs_mainloop.cuh",
+    ),
+    "a stage let go while products read it": (
+        "16 rows",
+        (
+            "      wgmma_wait<0>();\n      if (lane == 0) mbarrier_arrive(shared + EMPTY_AT + stage * 8);",
+            "      if (lane == 0) mbarrier_arrive(shared + EMPTY_AT + stage * 8);\n      wgmma_wait<0>();",
+        ),
+        "read by a product",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_races_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, changed, said = MISTAKES[name]
+    with kernels_on_host.races(EARLY, changed) as watched, contextlib.suppress(AssertionError):
+        test_matches_the_oracle(case, tmp_path, monkeypatch)
+    assert any(said in line for line in watched.found), watched.found

@@ -11,7 +11,7 @@ import kernels_on_host
 import pytest
 import torch
 from cuda_sources import needs_gxx
-from kernels_on_host import HostKernel
+from kernels_on_host import HostKernel, assert_no_races
 from op_inputs.indexer import exact_logits, make_index_batch, weights_of
 from op_inputs.latent import assert_sparse_close, latent_tensors, make_latent_batch, selected
 from torch import Tensor
@@ -188,3 +188,27 @@ def test_rows_of_17_parts_do_not_meet(tmp_path: Path, monkeypatch: pytest.Monkey
         outs.append(out)
     assert outs[1][0, 2].isnan().all()
     assert torch.equal(outs[0][0, [0, 1, 3, 4]], outs[1][0, [0, 1, 3, 4]])
+
+
+LENGTHS = "seq_lens", "starts"  # what kernels here read ahead of their wait, and the table
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_no_races_of_top_k(tmp_path: Path) -> None:
+    assert_no_races((), test_top_k, 1, 2, 7000, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["blocks of 128", "bf16"])
+def test_no_races_of_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_no_races(LENGTHS, test_logits, name, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_no_races_of_selected(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = *LENGTHS, "table"
+    assert_no_races(early, test_selected, "5 heads, drafts, 256 + 64", kernel, tmp_path, monkeypatch)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
-from kernels_on_host import launched_on_host
+from kernels_on_host import assert_no_races, launched_on_host
 from op_inputs.delta_step import SIZES, assert_delta_step_close, make_delta_step_inputs
 from op_inputs.mamba2_step import MAMBA2_SIZES, assert_mamba2_step_close, make_mamba2_step_inputs
 from op_inputs.state import STATE_BATCHES, assert_state_close, clone, make_linear_inputs
@@ -136,6 +136,19 @@ def test_matches_the_oracle(case: str, tmp_path: Path, monkeypatch: pytest.Monke
         if op == "mamba2_step":
             given["semaphore"] = batch != "decode"
         OPS[op].check(ops, BACKEND_OPS["reference"], OPS[op].inputs(STATE_BATCHES[batch], **given))
+
+
+#: What whole steps read ahead of their wait (custom_ops/stream_order.py).
+EARLY = ("weight", "bias", "a_log", "dt_bias", "norm_weight", "skip_weight", "lens", "slots", "starts")
+
+
+@needs_gxx
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["linear_attention-kda", "delta_step-qwen3_next", "mamba2_step-granite"])
+def test_no_races(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = EARLY if "step" in case else ()
+    assert_no_races(early, test_matches_the_oracle, case, tmp_path, monkeypatch)
 
 
 @needs_gxx

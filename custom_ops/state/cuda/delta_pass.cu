@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
     }
   };
   const auto release = [&](u32 empty) {
+    __syncwarp();  // all lanes have read values and factors
     if (lane == 0) mbarrier_arrive(empty);
   };
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc
-from kernels_on_host import host_map, launched_on_host
+from kernels_on_host import assert_no_races, host_map, launched_on_host, races
 from op_inputs.state import LONG_BATCHES, Rows, clone, exact_linear, make_linear_inputs
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from torchpaged.custom_ops.state.cuda.delta_pass import PassSpec
 
 BF16 = torch.bfloat16
 SHORT = 16
+BATCHES = LONG_BATCHES | {"stages_again": Rows(((5, 300),))}  # five chunks; there are three stages
 SHAPES: dict[str, dict[str, Any]] = {
     "two heads a key head": {"key_heads": 1, "heads": 2, "value_dim": 128},
     "one": {"key_heads": 2, "heads": 2, "value_dim": 64, "state_dtype": BF16},
@@ -75,7 +76,7 @@ def test_matches_the_oracle(
 ) -> None:
     """With a warpgroup of a CTA, and with two; nothing is written to padding."""
     on_host(tmp_path / "host", monkeypatch, sms=1)
-    for name, batch in LONG_BATCHES.items():
+    for name, batch in BATCHES.items():
         sizes = {"key_dim": 128, "dtype": BF16, "num_slots": 12} | SHAPES[shape]
         given = make_linear_inputs(batch, **sizes)
         monkeypatch.setattr(gpu, "num_sms", lambda _, n=1000 * (name == "void_row"): n)
@@ -92,6 +93,23 @@ def test_matches_the_oracle(
             join(call, joined, segment)
             delta_pass.launch(call, made, SHORT, joined, segment)
         check_long_rows(call, given)
+
+
+@needs_gxx
+@pytest.mark.slow
+def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_no_races((), test_matches_the_oracle, "two heads a key head", None, tmp_path, monkeypatch)
+
+
+@needs_gxx
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_stage_let_go_before_all_lanes_have_read_it_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with races((), ("    __syncwarp();  // all lanes have read values and factors\n", "")) as watched:
+        test_matches_the_oracle("two heads a key head", None, tmp_path, monkeypatch)
+    assert any("read by a lane delta_pass.cu" in line for line in watched.found), watched.found
 
 
 def test_which_calls_are_taken() -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
     ("backend", "tool"),
     [
         *itertools.product(("cuda", "triton", "sparse"), ("memcheck", "racecheck")),
-        ("latent", "memcheck"),  # docs/log/latent_pairs.md says what racecheck finds
+        ("latent", "memcheck"),  # docs/log/latent_pairs.md, latent_fp8.md: what racecheck finds
     ],
 )
 def test_sanitizer_is_clean(backend: str, tool: str) -> None:

@@ -151,7 +151,8 @@ def compiled(
             f"  return launch(ctas, threads, cluster, seed, [&] {{ {name}(*p); }});\n}}\n"
         )
     library = folder / "kernel.so"
-    options = ["g++", "-x", "c++", "-std=c++20", "-O2", "-w", "-fPIC"]
+    # else libraries of one process would share variables, and who comes first would set them
+    options = ["g++", "-x", "c++", "-std=c++20", "-O2", "-w", "-fPIC", "-fno-gnu-unique"]
     if _races is None:
         commands = [[*options, "-shared", "-o", str(library), str(source)]]
     else:  # the calls of -fsanitize=thread end in races_on_host.cpp, which stands first

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "races_on_host.h"
@@ -297,5 +298,6 @@ template <class F> int launch(int ctas, int count, int cluster, unsigned seed, F
     }
     races::end();
   }
+  for (int i = 0; i < all; ++i) free(std::exchange(threads[i].stack, nullptr));
   return 0;
 }

@@ -1,5 +1,6 @@
 """The command line as a user meets it: JSON, several prompts, one-line errors, explanations."""
 
+import io
 import json
 import os
 import pickle
@@ -8,12 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, Captured, run, run_process
+from command import ROOT, Captured, Done, run, run_process
+
+from torchpaged.engine import Generator
 
 for _package in ("typer", "rich", "transformers", "gguf"):
     pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
@@ -674,6 +677,70 @@ def test_the_systems_message_stands_ahead_of_the_prompt(folder: str, tmp_path: P
     refused = run("generate", "hello", "--system", "bye", *arguments)
     assert refused.returncode == 2
     assert "--system: expected --chat with it" in refused.stderr
+
+
+def conversation(monkeypatch: pytest.MonkeyPatch, turns: Iterable[str], *arguments: str) -> Done:
+    """The command, with the turns on stdin."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{turn}\n" for turn in turns)))
+    return run("generate", "--chat", "--max-new-tokens", "4", *arguments)
+
+
+@pytest.fixture
+def talker(folder: str, tmp_path: Path) -> str:
+    """That model with a template."""
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    write("chat_template.jinja", "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")(model)
+    return str(model)
+
+
+def test_a_conversation_without_prompts(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = "hello", "", "bye"
+    done = conversation(monkeypatch, turns, "--model", talker, "--system", "be")
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stdout.splitlines()
+    known = "sbeuhello"
+    for answer, said in ((first, ""), (second, f"a{first}ubye")):
+        known += said
+        alone = run("generate", known, "--model", talker, "--max-new-tokens", "4", "--json")
+        assert json.loads(alone.stdout)["outputs"][0]["text"] == answer
+    assert "8 new tokens" in done.stdout, done.stdout
+
+
+def test_a_turn_that_is_refused_is_left_out(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = conversation(monkeypatch, ["hello", "x" * 99, "bye"], "--model", talker)
+    assert done.returncode == 2
+    assert "error: turn 2: " in done.stderr
+    whole = conversation(monkeypatch, ["hello", "bye"], "--model", talker)
+    assert done.stdout.splitlines()[:2] == whole.stdout.splitlines()[:2]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, sent = Generator.stream, []
+
+    def interrupted(self: Generator, requests: Any = None) -> Iterator[Any]:
+        for event in stream(self, requests):
+            yield event
+            if not sent:
+                sent.append(event.text)
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generator, "stream", interrupted)
+    done = conversation(monkeypatch, ["hello", "bye"], "--model", talker)
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = done.stdout.splitlines()
+    assert first == sent[0]
+    alone = run("generate", f"uhelloa{first}ubye", "--model", talker, "--max-new-tokens", "4", "--json")
+    assert json.loads(alone.stdout)["outputs"][0]["text"] == second
+
+
+def test_a_conversation_that_can_not_be(folder: str, talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, words in (
+        (("--model", folder), "chat template"),
+        (("--model", talker, "--json"), "prompts"),
+    ):
+        done = conversation(monkeypatch, ["hello"], *arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
 
 
 def test_a_prompt_that_is_no_utf8_leaves_the_others(folder: str) -> None:

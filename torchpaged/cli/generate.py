@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
 from torchpaged.backends.choose.names import requested_name
+from torchpaged.cli.chat import Message, converse
 from torchpaged.cli.commands import show
 from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.cli.generation_report import bucket_tables, decisions, document, summary
@@ -79,22 +81,25 @@ def _generate(settings: Settings, sampling: SamplingParams, names: list[int | st
     """Read the prompts, load the model, and answer."""
     config = read_config(settings.model)
     tokenizer = read_tokenizer(settings.model)
+    if settings.chat and not getattr(tokenizer, "chat_template", None):
+        raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
     refused: dict[int, str] = {}
     prompts: dict[int, list[int]] = {}
     for index, prompt in enumerate(settings.prompts):
         with _refusing(refused, index):
-            prompts[index] = _prompt(prompt, tokenizer, settings)
-    if not prompts and not settings.as_json:
+            prompts[index] = _prompt(tokenizer, settings, [], prompt)
+    if not prompts and not settings.as_json and not settings.is_conversation:
         return 2
     model = load(settings, config)
     # Closed at the end: tools that trace the GPU lose what they hold when graphs outlive the program.
     with _generator(model, tokenizer, settings) as generator:
-        return _answer(generator, model, settings, sampling, names, prompts, refused)
+        return _answer(generator, model, tokenizer, settings, sampling, names, prompts, refused)
 
 
 def _answer(
     generator: Generator,
     model: Any,
+    tokenizer: Any,
     settings: Settings,
     sampling: SamplingParams,
     names: list[int | str],
@@ -110,6 +115,9 @@ def _answer(
         if names:
             named = {request: (names[index], settings.prompts[index]) for request, index in ids.items()}
             outputs = write_outputs(generator, named, settings.output, ERRORS, quiet=settings.as_json)
+        elif settings.is_conversation:
+            encode = functools.partial(_prompt, tokenizer, settings)
+            outputs = converse(generator, sampling, encode, refused)
         else:
             outputs = _stream(generator, ids, settings)
     kernels = _kernels(settings.profile, model, generator) if settings.profile else {}
@@ -157,7 +165,7 @@ def _generator(model: Any, tokenizer: Any, settings: Settings) -> Generator:
         generator = Generator(
             model,
             tokenizer,
-            max_batch_size=max(settings.batch_sizes or [min(len(settings.prompts), 64)]),
+            max_batch_size=max(settings.batch_sizes or [min(max(len(settings.prompts), 1), 64)]),
             buckets=settings.batch_sizes,
             max_seq_len=settings.max_seq_len or None,
             block_size=settings.block_size,
@@ -225,16 +233,15 @@ def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelRep
     )
 
 
-def _prompt(prompt: str, tokenizer: Any, settings: Settings) -> list[int]:
+def _prompt(tokenizer: Any, settings: Settings, earlier: list[Message], prompt: str) -> list[int]:
+    """Tokens of a prompt, behind the earlier messages of its conversation."""
     if not prompt:
         raise ArgumentError("prompt", "text", "an empty string")
     require_text("prompt", prompt)
-    if settings.chat and not getattr(tokenizer, "chat_template", None):
-        raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
     with reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):
         if settings.chat:
             system = [{"role": "system", "content": settings.system}] if settings.system else []
-            messages = [*system, {"role": "user", "content": prompt}]
+            messages = [*system, *earlier, {"role": "user", "content": prompt}]
             made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         else:
             made = tokenizer(prompt)

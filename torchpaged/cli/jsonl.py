@@ -27,7 +27,7 @@ from torchpaged.profiling.ranges import check_writable
 _ROW = b'{"id": '
 
 
-def _lines(path: str, name: str) -> Iterator[str]:
+def read_lines(path: str, name: str) -> Iterator[str]:
     """Of a file, an argument of that name; "-": of stdin."""
     try:
         if path == "-" and sys.stdin is None:
@@ -48,7 +48,7 @@ def lines_of_stdin() -> list[str]:
     Raises:
         ArgumentError: stdin is no text.
     """
-    return [line.rstrip("\r\n") for line in _lines("-", "stdin") if line.strip()]
+    return [line.rstrip("\r\n") for line in read_lines("-", "stdin") if line.strip()]
 
 
 def _id_of(line: bytes, where: str) -> Any:
@@ -136,7 +136,7 @@ def read_prompts(source: str, output: str) -> dict[int | str, str]:
             that occurs twice, or as the output another file.
     """
     found: dict[int | str, str] = {}
-    for number, line in enumerate(_lines(source, "--input"), 1):
+    for number, line in enumerate(read_lines(source, "--input"), 1):
         if not line.strip():
             continue
         try:

@@ -75,8 +75,10 @@ class Settings:
     seed: int | None = option("seed of the draws; default: a fresh one", None)
     stop: list[str] | None = option("end at this text; may be given several times", None)
     ignore_eos: bool = option("go on past the model's end token", False)
-    chat: bool = option("wrap each prompt in the model's chat template", False)
-    system: str = option("with --chat: the system's message, ahead of each prompt", "")
+    chat: bool = option(
+        "wrap each prompt in the model's chat template; without prompts: a conversation, line by line", False
+    )
+    system: str = option("with --chat: the system's message, ahead of each prompt or conversation", "")
     compile: bool | None = option(
         "torch.compile the decode step; default: on a GPU unless fully fused", None, "--compile/--no-compile"
     )
@@ -136,6 +138,11 @@ class Settings:
         return _sizes(self.prefill_buckets, "--prefill-buckets") or "auto"
 
     @property
+    def is_conversation(self) -> bool:
+        """Whether stdin has the turns of one conversation."""
+        return self.chat and not self.prompts and not self.input
+
+    @property
     def sampling(self) -> dict[str, Any]:
         """Arguments of `torchpaged.engine.SamplingParams`."""
         return {name: getattr(self, name) for name in _SAMPLING} | {"stop": tuple(self.stop or ())}
@@ -148,7 +155,9 @@ class Settings:
             raise typer.BadParameter("expected none with --input", param_hint="PROMPTS")
         if self.system and not self.chat:
             raise typer.BadParameter("expected --chat with it", param_hint="--system")
-        if not self.input and not any(self.prompts):
+        if self.is_conversation and self.as_json:
+            raise typer.BadParameter("expected prompts with it", param_hint="--json")
+        if not self.input and not self.is_conversation and not any(self.prompts):
             got = "an empty prompt" if self.prompts else 'none; such as "The capital of France is"'
             raise typer.BadParameter(f"expected text, got {got}", param_hint="PROMPTS")
         _ = self.place, self.torch_dtype, self.batch_sizes, self.prompt_sizes

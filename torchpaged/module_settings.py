@@ -32,8 +32,9 @@ def _is_value(value: Any) -> bool:
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """But for tensors, which forwards leave in modules."""
-    same = now is before or isinstance(now, Tensor) or (type(now) is type(before) and now == before)
+    """But for tensors where nothing was, which forwards leave in modules."""
+    left = before is None and isinstance(now, Tensor)
+    same = now is before or left or (type(now) is type(before) and now == before)
     return not same
 
 

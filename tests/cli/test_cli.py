@@ -677,6 +677,12 @@ def test_the_systems_message_stands_ahead_of_the_prompt(folder: str, tmp_path: P
     refused = run("generate", "hello", "--system", "bye", *arguments)
     assert refused.returncode == 2
     assert "--system: expected --chat with it" in refused.stderr
+    write("chat_template.jinja", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")(
+        model
+    )
+    refused = run("generate", "hello", "--chat", "--system", "bye", *arguments)
+    assert refused.returncode == 2
+    assert "--system: expected a chat template that has a place for it" in refused.stderr
 
 
 def conversation(monkeypatch: pytest.MonkeyPatch, turns: Iterable[str], *arguments: str) -> Done:

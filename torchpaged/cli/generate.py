@@ -240,16 +240,26 @@ def _prompt(tokenizer: Any, settings: Settings, earlier: list[Message], prompt: 
     require_text("prompt", prompt)
     with reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):
         if settings.chat:
-            system = [{"role": "system", "content": settings.system}] if settings.system else []
-            messages = [*system, *earlier, {"role": "user", "content": prompt}]
-            made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            messages = [*earlier, {"role": "user", "content": prompt}]
+            made = _in_template(tokenizer, settings.system, messages)
+            if settings.system and made == _in_template(tokenizer, settings.system + ".", messages):
+                raise ArgumentError(
+                    "--system", "a chat template that has a place for it", "one that leaves it out"
+                )
         else:
-            made = tokenizer(prompt)
-        ids = [int(token) for token in made["input_ids"]]
+            made = tokenizer(prompt)["input_ids"]
+        ids = [int(token) for token in made]
     if not ids:
         raise ArgumentError(
             "--model", "a tokenizer and a template that make tokens of text", f"none of {settings.model!r}"
         )
+    return ids
+
+
+def _in_template(tokenizer: Any, system: str, messages: list[dict[str, str]]) -> list[int]:
+    first = [{"role": "system", "content": system}] if system else []
+    made = tokenizer.apply_chat_template([*first, *messages], add_generation_prompt=True, return_dict=True)
+    ids: list[int] = made["input_ids"]
     return ids
 
 

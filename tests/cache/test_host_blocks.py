@@ -154,3 +154,15 @@ def test_what_is_refused() -> None:
         host.swap_out([1, 2], [0])
     with pytest.raises(NotCopyableError):
         copy.deepcopy(host)
+
+
+def test_two_threads_give_back_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one takes the last between the look and the taking."""
+
+    class Taken(list[Any]):
+        def __bool__(self) -> bool:
+            self.clear()
+            return True
+
+    monkeypatch.setattr(host_copies, "_retired", Taken([()]))
+    host_copies.free_retired()

@@ -86,7 +86,11 @@ _retired: list[tuple[list[Tensor], Sequence[torch.cuda.Stream], Tensor]] = []
 def free_retired() -> None:
     """Give back the pinned memory of copies that are gone. Launches some, so not within a capture."""
     while _retired:
-        _tell_allocator(*_retired.pop())
+        try:
+            retired = _retired.pop()
+        except IndexError:  # another thread was quicker
+            return
+        _tell_allocator(*retired)
 
 
 def _tell_allocator(pieces: list[Tensor], streams: Sequence[torch.cuda.Stream], byte: Tensor) -> None:

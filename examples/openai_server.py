@@ -8,8 +8,6 @@ An example, not a product: no keys, no limits. A field that it does not know is 
 that goes away while it streams cancels its request.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -49,17 +47,15 @@ def sampling_of(body: dict[str, Any]) -> SamplingParams:
 
 def prompt_of(body: dict[str, Any], tokenizer: Any, chat: bool) -> Any:
     """Token ids, as given or of the text."""
-    if (name := "messages" if chat else "prompt") not in body:
+    if (given := body.get(name := "messages" if chat else "prompt")) is None:
         raise ArgumentError(name, "a prompt", "none")
     if not chat:
-        return tokenizer(body[name])["input_ids"] if isinstance(body[name], str) else body[name]
+        return tokenizer(given)["input_ids"] if isinstance(given, str) else given
     try:
-        made = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
+        return tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
     except Exception as error:  # whatever the model's template raises of messages that it does not take
-        raise ArgumentError(
-            name, "messages of the model's template", f"{type(error).__name__}: {error}"
-        ) from error
-    return made["input_ids"]
+        said = f"{type(error).__name__}: {error}"
+        raise ArgumentError(name, "messages of the model's template", said) from error
 
 
 def choice(chat: bool, text: str, reason: str | None, part: bool) -> dict[str, Any]:
@@ -69,11 +65,13 @@ def choice(chat: bool, text: str, reason: str | None, part: bool) -> dict[str, A
     return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
 
-async def behind(first: TokenEvent, rest: Events) -> Events:
-    """All events, of which the first was waited for already."""
-    yield first
-    async for event in rest:
+async def behind(event: TokenEvent | None, rest: Events) -> Events:
+    """All events, of which the first was waited for already; a request that failed raises."""
+    while event is not None:
+        if event.finish_reason in ("error", "cancelled"):
+            raise event.error or TorchpagedError("the server ends")
         yield event
+        event = await anext(rest, None)
 
 
 def make_app(generator: Generator, name: str) -> Any:
@@ -89,8 +87,6 @@ def make_app(generator: Generator, name: str) -> Any:
     async def parts(events: Events, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
         try:
             async for event in events:
-                if event.finish_reason in ("error", "cancelled"):
-                    raise event.error or TorchpagedError("the server ends")
                 one = choice(chat, event.text, REASONS.get(event.finish_reason or ""), part=True)
                 yield f"data: {json.dumps({**head, 'choices': [one]})}\n\n"
         except TorchpagedError as error:  # the status is sent already
@@ -119,13 +115,11 @@ def make_app(generator: Generator, name: str) -> Any:
             async for event in events:
                 text, count = text + event.text, count + (event.token_id is not None)
                 reason = event.finish_reason
-                if reason in ("error", "cancelled"):
-                    raise event.error or TorchpagedError("the server ends")
         except TorchpagedError as error:
             return refusal(error, 500)
         one = choice(chat, text, REASONS.get(reason or ""), part=False)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
-        usage["total_tokens"] = sum(usage.values())
+        n = len(prompt)
+        usage = {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}
         return JSONResponse({**head, "choices": [one], "usage": usage})
 
     async def models(_: Request) -> Response:
@@ -141,9 +135,8 @@ def make_app(generator: Generator, name: str) -> Any:
 
     posts = {"/v1/completions": False, "/v1/chat/completions": True}
     routes = [Route(path, partial(answer, chat=chat), methods=["POST"]) for path, chat in posts.items()]
-    return Starlette(
-        routes=[*routes, Route("/v1/models", models), Route("/metrics", metrics)], lifespan=lifespan
-    )
+    routes += Route("/v1/models", models), Route("/metrics", metrics)
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 def main() -> None:

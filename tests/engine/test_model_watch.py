@@ -9,7 +9,8 @@ import torch
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.graphs import TapeCapture
+from torchpaged.graphs import PackedGraphRunner, TapeCapture
+from torchpaged.hf import fuse, unfuse
 from torchpaged.model_state import ModelState
 
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -175,3 +176,26 @@ def test_modules_are_looked_at_while_a_prompt_is_replayed(
     plain = made(model, graphs=False, prefix_cache=False)
     (want,) = plain.generate([prompt], PARAMS)
     assert found == want.token_ids
+
+
+def test_graphs_over_what_unfuse_freed_are_not_replayed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of a rotation goes with it, weights stay where they are: on a GPU a replay would read memory
+    that is not there any more."""
+    fuse(model, ("rope",), count=False)
+    options = {"capture": TapeCapture(), "compile": False, "prefill_buckets": [8]}
+    generator, replays = made(model, graphs=True, **options), list[Any]()
+    replay = PackedGraphRunner._replay
+
+    def counted(*given: Any) -> None:
+        replays.append(given)
+        replay(*given)
+
+    monkeypatch.setattr(PackedGraphRunner, "_replay", counted)
+    generator.generate([PROMPTS[0][:6]], PARAMS)
+    before = len(replays)
+    assert before
+    unfuse(model)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="has another forward|has other forward hooks"):
+            generator.generate([PROMPTS[0][:6]], PARAMS)
+    assert len(replays) == before

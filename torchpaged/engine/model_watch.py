@@ -6,8 +6,9 @@ were computed by.
 
 A look costs O(modules and weights), 0.1 to 0.25 ms at 16 layers. So there are two between two steps, however
 many requests come there: at the first of them, which is refused at once, and ahead of the step, in front of
-which nothing of them was computed. What a replay reads are weights alone: the half of a step's look that is
-for modules is made while the device replays, ahead of all that Python runs of the model and of the tokens.
+which nothing of them was computed. What a replay reads are weights, and what `torchpaged.fuse` made of them:
+unless that was called, the half of a step's look that is for modules is made while the device replays, ahead
+of all that Python runs of the model and of the tokens.
 """
 
 from collections.abc import Callable
@@ -56,13 +57,14 @@ class ModelWatch:
 
     def at_call(self) -> bool:
         """All requests of a call come, whose steps it makes itself: `look` at weights, and the next step at
-        the rest (`in_step`).
+        the rest (`in_step`); at all of it where `torchpaged.fuse` freed what graphs may read.
 
         Raises:
             ArgumentError: as `require_unchanged`.
         """
-        forget = self.look(half=True)
-        self._is_half = self._captured
+        half = self._moves == MOVES[0]
+        forget = self.look(half)
+        self._is_half = self._captured and half
         return forget
 
     def at_step(self) -> bool:

@@ -38,6 +38,13 @@ def _differ(now: Any, before: Any) -> bool:
     return not same
 
 
+def _unlike(now: list[Any], before: list[Any]) -> bool:
+    try:
+        return now != before
+    except RuntimeError:  # a tensor of several numbers in the place of one
+        return True
+
+
 def _counts(holder: Any, name: str) -> bool:
     ignored = _IGNORED if isinstance(holder, nn.Module) else _IGNORED_OF_CONFIGS
     return not name.startswith("_") and not name.endswith(ignored)
@@ -98,7 +105,7 @@ class ModuleSettings:
     def changed(self) -> str | None:
         """What is not as it was, None if all is."""
         now, sizes, forwards = self._now(), self._sizes_now(), self._class_forwards()
-        found = self._changed_settings(now) if now != self._before else None
+        found = self._changed_settings(now) if _unlike(now, self._before) else None
         if forwards != self._of_classes:
             trios = zip(self._classes, forwards, self._of_classes, strict=True)
             kind = next(kind for kind, now, was in trios if now != was)

@@ -41,6 +41,7 @@ def run(model: Any, **options: Any) -> Tensor:
         ("bamba", "layers.0.mamba", "time_step_limit", (0.5, 1.0)),
         ("Gemma3", "layers.0.self_attn", "sliding_window", None),
         ("Llama", "layers.1.self_attn", "scaling", torch.tensor(0.5)),
+        ("Llama", "layers.1.self_attn", "scaling", torch.ones(2)),  # is equal to no number, nor unequal
         ("Llama", "layers.1.self_attn.q_proj", "bias", nn.Parameter(torch.ones(64))),
         (
             "Llama",

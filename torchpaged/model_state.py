@@ -292,5 +292,6 @@ class ModelState:
         """Of copies of the modules, whose weights lie elsewhere."""
         copied: ModelState = object.__new__(ModelState)
         memo[id(self)] = copied
+        memo |= {id(hooks): hooks for hooks in _OF_ALL}  # which are the copies', too
         vars(copied).update(copy.deepcopy(vars(self) | {"_addresses": None, "_turned": None}, memo))
         return copied

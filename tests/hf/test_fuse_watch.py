@@ -243,9 +243,13 @@ def test_hooks_of_all_modules_are_called_or_refused(hook_of_all: Any) -> None:
     fuse(model, count=False)
     with ModuleTracker():
         logits(model)
+    twin = copy.deepcopy(model)
+    logits(twin)
     hook_of_all()
     with pytest.raises(ArgumentError, match="has other forward hooks"):
         logits(model)
+    with pytest.raises(ArgumentError, match="has other forward hooks"):
+        logits(twin)
     unfuse(model)
     want = dense_logits(model)
     fuse(model, count=False)

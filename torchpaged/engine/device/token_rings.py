@@ -19,6 +19,7 @@ CopiedTokens: those of other steps, copied there.
     tokens = copied.read()                  # waits for that event only
 """
 
+import contextlib
 import weakref
 
 import torch
@@ -54,7 +55,10 @@ _retired: list[tuple[torch.device, Tensor]] = []
 
 def _free_retired() -> None:
     """Give back what no launch can write any more. Waits for the devices, so only where a ring is made."""
-    gone, _retired[:] = _retired[:], []
+    gone = list[tuple[torch.device, Tensor]]()
+    with contextlib.suppress(IndexError):  # until none is left: a finalizer may come between any two
+        while True:
+            gone.append(_retired.pop())
     for device in {device for device, _ in gone}:
         torch.cuda.synchronize(device)
 

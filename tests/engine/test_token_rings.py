@@ -1,0 +1,32 @@
+"""Memory of rings that are gone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged.engine.device import token_rings
+
+
+def test_no_ring_is_freed_that_was_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer may come while the list is emptied: what it left is waited for, or stays."""
+    waited: list[torch.device] = []
+    first, second = ((torch.device("cuda", index), torch.zeros(1)) for index in range(2))
+
+    class Retired(list[Any]):
+        def late(self, taken: Any) -> Any:
+            if second not in self and taken not in (second, [second]):
+                self.append(second)
+            return taken
+
+        def __getitem__(self, at: Any) -> Any:
+            return self.late(super().__getitem__(at))
+
+        def pop(self, *at: Any) -> Any:
+            return self.late(super().pop(*at))
+
+    retired = Retired([first])
+    monkeypatch.setattr(token_rings, "_retired", retired)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    token_rings._free_retired()
+    assert first[0] in waited and (second[0] in waited or second in retired)

@@ -153,7 +153,7 @@ def _no_home(_: Path) -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
-def test_nobody_else_reads_them() -> None:
+def test_no_other_module_reads_them() -> None:
     """Every mention of a variable's name beside ``environ`` or ``getenv`` is the reader's own, or the
     report's list."""
     allowed = {ROOT / "custom_ops" / "variables.py", ROOT / "torchpaged" / "cli" / "report.py"}

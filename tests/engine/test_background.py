@@ -87,7 +87,7 @@ def test_start_again_is_no_error_and_step_is_refused(started: Generator, want: l
     assert started.pool.num_used == 0
 
 
-def test_requests_go_on_with_nobody_waiting(started: Generator, want: list[list[int]]) -> None:
+def test_requests_go_on_without_a_waiter(started: Generator, want: list[list[int]]) -> None:
     request = started.submit(PROMPTS[2], EACH[2])
     while not started.metrics().finished:
         time.sleep(0.001)
@@ -196,7 +196,7 @@ def test_a_step_that_raises_before_its_caller_waits(llama: Any, want: list[list[
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 
 
-def test_errors_at_random_steps_hang_nobody(llama: Any, want: list[list[int]]) -> None:
+def test_errors_at_random_steps_hang_no_caller(llama: Any, want: list[list[int]]) -> None:
     draw, lock = random.Random(0), threading.Lock()
 
     def fail(call: int) -> None:
@@ -366,7 +366,7 @@ def test_a_forked_process_is_refused_by_name(llama: Any, want: list[list[int]]) 
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_what_was_cancelled_and_nobody_reads_is_given_up(
+def test_what_was_cancelled_and_is_not_read_is_given_up(
     llama: Any, want: list[list[int]], background: bool
 ) -> None:
     """The latest are kept, and those that were not cancelled, until somebody reads them."""

@@ -105,7 +105,7 @@ def test_clients_side_by_side(client: Any, want: list[int]) -> None:
 
 @pytest.mark.parametrize("gone", [asyncio.CancelledError, OSError], ids=["task", "connection"])
 def test_a_client_that_is_gone_when_its_answer_begins(llama: Any, server: ModuleType, gone: Any) -> None:
-    """Its request ends, and what nobody has read of it does not stay in memory."""
+    """Its request ends, and what was not read of it does not stay in memory."""
     body = json.dumps({"prompt": "5 9", "max_tokens": 50, "ignore_eos": True, "stream": True}).encode()
     where = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
 

@@ -115,7 +115,7 @@ def test_what_is_known_already_stays(tmp_path: Path) -> None:
     assert hits(pools, prefixes) == [3, 3, 1, 2]
 
 
-def test_what_nobody_finds_is_left_out(tmp_path: Path) -> None:
+def test_what_can_not_be_found_is_left_out(tmp_path: Path) -> None:
     pools, prefixes = made(num_blocks=6)
     fill(pools, prefixes)  # the pool gave blocks up
     tokens = save_prefixes(tmp_path / "a", prefixes, pools, OURS)

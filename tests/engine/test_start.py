@@ -114,7 +114,7 @@ def test_without_one_kernels_are_compiled_late_and_counted(
     generator = Generator(model, **SIZES, warm_up=False)
     tokens(generator)
     assert generator.stats.late_compiles > 3
-    assert not caplog.records, "nobody said that there would be none"
+    assert not caplog.records, "it was not said that there would be none"
 
 
 def shapes(batch: int, chunk: int) -> Iterator[tuple[int, int, int]]:
@@ -259,7 +259,7 @@ def test_an_error_of_the_warm_up_is_raised_and_leaves_nothing_behind(
     assert tokens(Generator(model, **SIZES, warm_up=True)) == want
 
 
-def test_where_nobody_asked_for_it_an_error_is_logged(
+def test_where_it_was_not_asked_for_an_error_is_logged(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing(monkeypatch)

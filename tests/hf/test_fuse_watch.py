@@ -78,7 +78,7 @@ def test_a_flag_that_shadows_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "scaled", False, raising=False)
     model: Any = build("Llama")
     fuse(model, count=False)
-    model.model.layers[0].mlp.note = "of nobody's class"
+    model.model.layers[0].mlp.note = "of no class"
     logits(model)
     model.model.layers[0].mlp.scaled = True
     with pytest.raises(ArgumentError, match="layers.0.mlp has scaled True, before False"):

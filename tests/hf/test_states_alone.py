@@ -116,7 +116,7 @@ def test_what_a_cache_says() -> None:
     assert (cache.get_seq_length(), cache.batch_size, cache.is_compileable) == (0, -1, True)
     model.generate(**prompts(), **GREEDY, past_key_values=cache)
     size = sum(layer.num_bytes for layer in states_of(cache))
-    assert size == 7 * 20_224  # seven slots: one of them is nobody's
+    assert size == 7 * 20_224  # seven slots: one of them is of no request
     assert repr(cache) == (
         "PagedCache(6 rows of 48 tokens, 2 layers with a state per row, 138.25 KiB, backend='cpu')"
     )

@@ -349,7 +349,7 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
     assert {part for _, part in seen if part} <= set(PARTS) and len(seen) > 15  # type: ignore[misc]
 
 
-def test_nobody_above_names_a_kernel() -> None:
+def test_no_room_above_names_a_kernel() -> None:
     deep = {"triton", "cuda", "cpu", "reference"}
     wrong = [
         f"{arrow.source} imports {arrow.target}"

@@ -62,9 +62,7 @@ class CheckpointedPrefixCache(PrefixCache):
         self._of_block: OrderedDict[int, int] = OrderedDict()  # checkpoints, that used longest ago first
         self._unused: OrderedDict[int, None] = OrderedDict()  # blocks of those made on the way, oldest first
         self._evicted: set[int] = set()  # known blocks whose checkpoints were given up
-        self._coming: dict[
-            int, CheckpointedText
-        ] = {}  # known blocks -> the text that makes a checkpoint behind
+        self._coming: dict[int, CheckpointedText] = {}  # known blocks -> the text with a checkpoint there
         self._free_all()
 
     def _free_all(self) -> None:

@@ -7,7 +7,7 @@
 // one that comes last to a semaphore, behind its reads, moves the window of these channels on. Every CTA has
 // read it by then. The window of its values is each one's own.
 //
-// Nothing here waits for ever: nobody waits at the semaphore. Compiled by NVRTC for sm_90; its constants:
+// Nothing here waits for ever: no CTA waits at the semaphore. Compiled by NVRTC for sm_90; its constants:
 // mamba2_step_config.cuh. Source: "Transformers are SSMs" (arXiv:2405.21060), listing 1.
 
 #include "mamba2_step_params.cuh"

@@ -9,7 +9,7 @@ enum Proxy { LANE, COPY, PRODUCT, STORE, BULK };
 #define SHARED_ARRAY static __attribute__((section("shared_memory")))
 void begin(int ctas, int first_cta, int threads);  // a cluster
 void end();
-void arrive(const void *meeting);    // what was done before is seen by whoever passes it when it is complete
+void arrive(const void *meeting);    // what was done before is seen by those that pass it when it is complete
 void complete(const void *meeting);
 void pass(const void *meeting);
 void count(const void *semaphore);   // both, of CTAs that may be of different clusters

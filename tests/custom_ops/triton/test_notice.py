@@ -72,7 +72,7 @@ def test_a_kernel_of_ours_is_said_once(screen: Any) -> None:
     )
 
 
-def test_nobody_elses_and_nothing_where_there_is_no_screen(
+def test_none_of_others_and_nothing_where_there_is_no_screen(
     screen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, heard = screen

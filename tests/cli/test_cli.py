@@ -712,6 +712,26 @@ def test_a_conversation_without_prompts(talker: str, monkeypatch: pytest.MonkeyP
     assert "8 new tokens" in done.stdout, done.stdout
 
 
+def test_turns_that_are_typed(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal each behind a prompt, until Ctrl-D."""
+    typed = iter(["hello", "", "bye"])
+
+    def line(prompt: str) -> str:
+        assert prompt == "> "
+        if (said := next(typed, None)) is None:
+            raise EOFError
+        return said
+
+    keys = Captured()
+    keys.terminal = True
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(sys, "stdin", keys)
+    done = run("generate", "--chat", "--max-new-tokens", "4", "--model", talker)
+    assert done.returncode == 0, done.stderr
+    piped = conversation(monkeypatch, ["hello", "bye"], "--model", talker)
+    assert done.stdout.splitlines()[:2] == piped.stdout.splitlines()[:2]
+
+
 def test_a_turn_that_is_refused_is_left_out(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = conversation(monkeypatch, ["hello", "x" * 99, "bye"], "--model", talker)
     assert done.returncode == 2

@@ -12,9 +12,6 @@ from torchpaged.cli.jsonl import read_lines
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 
-with contextlib.suppress(ImportError):
-    import readline  # noqa: F401  `input` has its history and keys then
-
 #: As chat templates read it: "role" and "content".
 Message = dict[str, str]
 
@@ -56,6 +53,8 @@ def _turns() -> Iterator[str]:
     if sys.stdin is None or not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in read_lines("-", "stdin") if line.strip())
         return
+    with contextlib.suppress(ImportError):  # here, since it may write to a terminal
+        import readline  # noqa: F401  `input` has its history and keys then
     while True:
         try:
             line = input("> ")

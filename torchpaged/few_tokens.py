@@ -5,7 +5,6 @@ torch reads them at half the speed of memory (docs/log/products_cpu.md). Sums ar
 wider and of one order, however many tokens there are.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -79,7 +78,6 @@ def own_forward(module: Any) -> Any:
     return kind.forward if kind.__module__.startswith(_HOMES) and is_foreign(kind.forward) else None
 
 
-@functools.cache
 def is_foreign(forward: Any) -> bool:
     """Whether a function, or one that it decorates, is neither torch's nor transformers', nor of the library
     of kernels by which that decorates its own."""

@@ -3,6 +3,7 @@ reaches all who wait, and nothing ever hangs."""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import functools
@@ -255,24 +256,42 @@ def test_a_loop_that_can_not_repair_a_step_ends(llama: Any, monkeypatch: pytest.
         assert len(generator.start().generate([PROMPTS[0]], LONG)[0].token_ids) == 50
 
 
-def test_ctrl_c_in_a_caller_leaves_the_loop_running(llama: Any, want: list[list[int]]) -> None:
+def kill(caller: int) -> None:
+    signal.pthread_kill(caller, signal.SIGINT)
+
+
+def note(caller: int) -> None:
+    """As a signal right before the wait: it ends no system call."""
+    _thread.interrupt_main()
+
+
+@pytest.mark.parametrize("interrupt", [kill, note])
+def test_ctrl_c_in_a_caller_leaves_the_loop_running(
+    llama: Any, want: list[list[int]], interrupt: Callable[[int], None]
+) -> None:
     """It comes in the middle of a step, while the caller waits for requests that have not begun."""
     before, caller = signal.signal(signal.SIGINT, signal.default_int_handler), threading.get_ident()
     try:
         with engine(llama, graphs=False).start() as generator:
-            other, background = generator.submit(PROMPTS[2], EACH[2]), generator._calls.background
+            other, calls = generator.submit(PROMPTS[2], EACH[2]), generator._calls
+            background = calls.background
             assert background is not None
-            sent = threading.Event()
+            left = []
 
-            def interrupt(call: int) -> None:
-                if background._followers and generator.scheduler.waiting and not sent.is_set():
-                    sent.set()
-                    signal.pthread_kill(caller, signal.SIGINT)
+            def in_a_step(call: int) -> None:
+                if background._followers and generator.scheduler.waiting and not left:
+                    interrupt(caller)
+                    for _ in range(6000):  # the requests have not ended when the caller leaves them
+                        if calls._left:
+                            left.append(call)
+                            break
+                        time.sleep(0.01)
 
-            with Fault(llama, interrupt), pytest.raises(KeyboardInterrupt):
+            with Fault(llama, in_a_step), pytest.raises(KeyboardInterrupt):
                 while True:
                     generator.generate([PROMPTS[1]] * 8, LONG)
             assert tokens_of(generator.stream([other])) == want[2]
+            assert left
             assert not generator.has_unfinished
             assert "cancelled" in generator.stats.finished
     finally:

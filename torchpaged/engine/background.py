@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -39,6 +39,9 @@ _RUNNING: "weakref.WeakSet[BackgroundLoop]" = weakref.WeakSet()
 # A thread that the interpreter ends in the middle of a step may take the process down; a step that hangs must
 # not keep it.
 _LAST_STEP_SECONDS = 10.0
+# A wait ends for a signal only if it comes within the system call: one right before it, or
+# `_thread.interrupt_main`, is seen when the wait is over. So no wait is longer than this.
+_SIGNAL_SECONDS = 0.5
 
 
 class _Follower(NamedTuple):
@@ -188,7 +191,7 @@ class BackgroundLoop:
         more = True
         while more:
             self._calls.require_own_process()  # a stream that was open at a fork
-            events, more = _read(news.get())
+            events, more = _next(news)
             yield from events
 
     def waiter(self, inbox: Inbox) -> Callable[[], object]:
@@ -196,7 +199,7 @@ class BackgroundLoop:
         lock: a step that raises as soon as it is free is one of those that are waited for."""
         news: SimpleQueue[_News] = SimpleQueue()
         self._register(inbox, _Follower(news.put, False))
-        return lambda: _read(news.get())
+        return lambda: _next(news)
 
     async def events(self, take: Callable[[Inbox], object], owner: object) -> AsyncIterator[TokenEvent]:
         """Events of the request that ``take`` gives an inbox, with the lock held; it is cancelled if the
@@ -234,6 +237,12 @@ def _put(follower: _Follower, news: _News) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _next(waiting: SimpleQueue[_News]) -> tuple[list[TokenEvent], bool]:
+    while True:
+        with contextlib.suppress(Empty):
+            return _read(waiting.get(timeout=_SIGNAL_SECONDS))
 
 
 def _read(news: _News) -> tuple[list[TokenEvent], bool]:

@@ -35,7 +35,9 @@ from torchpaged.backends import (
 from torchpaged.backends import flash_attn as flash_attn_backend
 from torchpaged.backends.choose import names
 from torchpaged.backends.choose.names import ALIASES
+from torchpaged.backends.library_op import Held
 from torchpaged.backends.package import FLASHINFER
+from torchpaged.custom_ops.errors import ClosedError
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
@@ -484,6 +486,18 @@ def test_a_batch_that_was_not_planned(name: str) -> None:
             attend_again(session, other)
         with pytest.raises(RuntimeError, match="handle: expected that of an open session, got None"):
             session.ops.paged_attention(*_arguments(batch), max_query_len=1, scale=1.0)
+
+
+def test_a_handle_of_nothing_that_is_open() -> None:
+    held = Held[Any]("session")
+    kept = torch.nn.Identity()
+    handle = held.add(kept)
+    assert held.of(handle) is kept
+    del kept
+    with pytest.raises(ClosedError, match="got one of a session that is closed"):
+        held.of(handle)
+    with pytest.raises(BackendUnavailableError, match="got None"):
+        held.of(None)
 
 
 def _arguments(batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -9,12 +9,14 @@ import torch
 import transformers
 from families import build, logits_of
 from model_coverage.architectures import model_of, model_types
-from models import padded_prompts
+from models import padded_prompts, tiny
 from transformers import GenerationMixin
 
 from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.fuse.rope_table import RopeTable
 from torchpaged.hf import PagedCache, PagedModel
 from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.call_mask import MaskRequest
 
 COMPUTING = ["DeepseekV2", "DeepseekV3", "MiniCPM3", "Youtu", "Glm4MoeLite", "DiffLlama", "Doge", "JetMoe"]
 
@@ -38,6 +40,18 @@ def test_models_whose_cache_is_of_another_kind(stem: str) -> None:
     model = build(stem)
     with pytest.raises(UnsupportedModelError, match=r"keeps states alone|cache of its own kind"):
         PagedCache(model.config, 2, 32)
+
+
+def test_what_a_trace_can_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the padding of a compiled prompt, or make a table of rotations longer."""
+    model = tiny("Llama")
+    rotary, masks = model.get_decoder().rotary_emb, PagedCache(model.config, 1, 32).masks
+    table = RopeTable(rotary, None, 16, False, 8)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(UnsupportedModelError, match="needs 9 positions, the table has 8"):
+        table.ensure(9, torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="prefill with an attention mask was compiled"):
+        masks.observe(MaskRequest(1, 5, 5, torch.ones(1, 5)))
 
 
 def test_a_config_that_static_cache_can_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

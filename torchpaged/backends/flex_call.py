@@ -20,7 +20,7 @@ from torchpaged.backends.query_tiles import query_tiles, visible_blocks
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import reads_values
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 
 #: Of a tile, with the query heads of one kv head, in FlexAttention's decode kernel: more spill registers.
 _MOST_ROWS = 64
@@ -57,7 +57,7 @@ def attend(call: AttentionCall, own: Mods = PLAIN) -> None:
     compiled = own.compiled.get(shape)
     if compiled is None:
         if q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
+            raise CaptureError(
                 "flex: this shape has not been compiled, and can't be while a graph is captured; "
                 "run the step once before"
             )

@@ -23,7 +23,7 @@ from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.schema import SCHEMAS
 from torchpaged.custom_ops.callers_modes import apart_from_modes
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, ClosedError
 from torchpaged.custom_ops.registry import FAKES
 
 #: Kept for the life of the process: dropping one deregisters its op.
@@ -131,12 +131,13 @@ class Held(Generic[Kept]):
         """What the handle stands for.
 
         Raises:
-            RuntimeError: none was given, or the object is gone.
+            BackendUnavailableError: none was given.
+            ClosedError: the object is gone.
         """
         kept: Kept | None = None if handle is None else self._kept.get(int(handle))
         if kept is None:
             got = "None" if handle is None else f"one of a {self._what} that is closed"
-            raise RuntimeError(
+            raise (BackendUnavailableError if handle is None else ClosedError)(
                 f"handle: expected that of an open {self._what}, got {got}; pass **session.workspace(spec)"
             )
         return kept

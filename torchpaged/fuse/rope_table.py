@@ -74,7 +74,7 @@ class RopeTable:
         if self.cos_sin.device == device and self.cos_sin.shape[0] >= rows:
             return
         if torch.compiler.is_compiling():
-            raise RuntimeError(
+            raise UnsupportedModelError(
                 f"fused model: a compiled step needs {rows} positions, the table has "
                 f"{self.cos_sin.shape[0]}; run one step eagerly before"
             )

@@ -122,7 +122,7 @@ class CacheMasks:
         """In a trace nothing can be read: what a mask says is asserted on the device."""
         mask, function = asked.padding, asked.mask_function
         if mask is not None and (asked.query_len > 1 or not self._rows.ready):
-            raise RuntimeError(
+            raise UnsupportedModelError(
                 "PagedCache: a prefill with an attention mask was compiled, where its padding can't be "
                 "read; run the prefill eagerly, as generate() does"
             )

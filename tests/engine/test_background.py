@@ -486,9 +486,11 @@ def test_two_tasks_one_of_which_is_cancelled(started: Generator, want: list[list
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], [10_000]], ids=["queued", "refused"])
 def test_a_task_that_is_cancelled_while_its_request_is_queued(started: Generator, prompt: list[int]) -> None:
-    """A step, or another call, has the lock until then."""
+    """A step, or another call, has the lock until then. What is refused is no error that asyncio logs."""
+    logged: list[dict[str, Any]] = []
 
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: logged.append(what))
         with started._calls.entered():
             task = asyncio.create_task(anext(started.answer(prompt, LONG)))
             while not started._calls.lock._queue:
@@ -502,6 +504,8 @@ def test_a_task_that_is_cancelled_while_its_request_is_queued(started: Generator
         time.sleep(0.001)
     assert started.stats.finished in ({"cancelled": 1}, {})
     assert started.pool.num_used == 0
+    gc.collect()
+    assert not logged
 
 
 def test_an_answer_that_is_not_begun_leaves_no_request(started: Generator) -> None:

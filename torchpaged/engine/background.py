@@ -222,6 +222,7 @@ class BackgroundLoop:
                 self._leave(inbox)
             else:
                 claim.add_done_callback(lambda _: self._leave(inbox))
+                claim.add_done_callback(asyncio.Future.exception)  # or else asyncio logs an error
             raise
 
     def _leave(self, inbox: Inbox) -> None:

@@ -44,7 +44,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
         or weight.dtype not in DTYPES
         or input.shape[-1:] != weight.shape[1:]
         or input.numel() > MAX_TOKENS * weight.shape[1]
-        or not (weight.is_contiguous() and (bias is None or bias.is_contiguous()))
+        or not weight.is_contiguous()
+        or not (bias is None or (type(bias) is nn.Parameter and bias.is_contiguous()))
     ):
         return F.linear(input, weight, bias)
     x = input.reshape(-1, weight.shape[1]).contiguous()

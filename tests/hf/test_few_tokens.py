@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_coverage.architectures import model_of
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn import functional as F
 
 from torchpaged.engine import Generator, SamplingParams
@@ -58,7 +59,7 @@ def test_a_slice_of_a_prompt_goes_in() -> None:
 
 
 def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tokens, other dtypes, gradients, those in forward mode, vmap, autocast, traces."""
+    """Many tokens, other dtypes, gradients, those in forward mode, vmap, autocast, traces, other biases."""
     module = given()
     monkeypatch.setattr("torchpaged.few_tokens.BACKEND_OPS", {})
     with torch.no_grad():
@@ -68,6 +69,10 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
             assert module(tokens(2)).dtype == torch.bfloat16
         _, tangent = torch.func.jvp(module, (tokens(2),), (tokens(2),))
         torch.testing.assert_close(tangent, F.linear(tokens(2), module.weight))
+        with dual_level():
+            dual = make_dual(module.bias.detach(), torch.ones(ROWS))
+            with_it = torch.func.functional_call(module, {"bias": dual}, tokens(2))
+            assert torch.equal(unpack_dual(with_it).tangent, torch.ones(2, ROWS))
         each = torch.vmap(module)(tokens(3, 2))
         torch.testing.assert_close(each, F.linear(tokens(3, 2), module.weight, module.bias))
         compiled = torch.compile(module, fullgraph=True, backend="eager")

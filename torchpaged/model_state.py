@@ -24,10 +24,12 @@ from torchpaged.module_settings import ModuleSettings, plain_settings
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Rotations that replace their frequencies as texts grow.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-#: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse_steps.py notices if that
-#: changes), the ranges of a profile, the look of a fused decoder, and what counts operations.
+#: Where hooks are from that change no number: transformers' (tests/hf/test_fuse_steps.py notices if that
+#: changes; that of modeling_utils has embeddings require grad, for checkpoints of activations), the ranges of
+#: a profile, the look of a fused decoder, and what counts operations.
 _WATCHERS = (
-    *("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace"),
+    *("transformers.utils.output_capturing", "transformers.modeling_utils"),
+    "torchpaged.profiling.kernel_report.trace",
     *("torchpaged.fuse.passes", "torch.utils.module_tracker"),
 )
 #: Of a config: what says nothing about a model's numbers that its tensors don't.

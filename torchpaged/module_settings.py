@@ -16,7 +16,7 @@ from torchpaged.few_tokens import own_forward
 _PLAIN = bool | int | float | str | None
 _FUNCTIONS = types.FunctionType | types.BuiltinFunctionType | functools.partial
 #: Ends of names of what a forward notes itself, and of what no step over a cache depends on.
-_IGNORED = ("training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path")
+_IGNORED = ("training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path", "model_tags")
 #: The same of a config, with what is asked for call by call.
 _IGNORED_OF_CONFIGS = (
     *(*_IGNORED, "architectures", "dtype", "transformers_version", "id2label", "label2id", "problem_type"),

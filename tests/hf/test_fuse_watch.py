@@ -92,6 +92,9 @@ def test_what_no_numbers_depend_on_may_change() -> None:
     model.config.pad_token_id, model.config.use_cache = 7, False
     model.config.output_hidden_states = True
     model.name_or_path = "elsewhere"
+    model.add_model_tags(["trl"])
+    model.gradient_checkpointing_enable()  # and a hook at the embedding, which stays
+    model.gradient_checkpointing_disable()
     model.train().eval()
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
 

@@ -1,5 +1,5 @@
 """Tables of README.md, docs/results.md, docs/results/ and docs/stream_order.md, made from
-benchmarks/results/*.json and custom_ops/stream_order.py.
+benchmarks/results/*.json and tests/support/stream_order.py.
 
     python benchmarks/make_results.py            # rewrite what stands between the markers of the pages
     python benchmarks/make_results.py --check    # exit code 1 if a page does not hold what the data says
@@ -89,7 +89,8 @@ def others() -> list[str]:
 
 
 def stream_order() -> list[str]:
-    spec = importlib.util.spec_from_file_location("stream_order", ROOT / "custom_ops" / "stream_order.py")
+    path = ROOT / "tests" / "support" / "stream_order.py"
+    spec = importlib.util.spec_from_file_location("stream_order", path)
     assert spec and spec.loader
     data = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(data)

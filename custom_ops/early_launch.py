@@ -1,8 +1,8 @@
 """Inductor's own programmatic launches are refused while our kernels start early.
 
 Ops of attention, of states and of a step's end read lengths, tables, slots or keys before the kernels ahead
-of them have ended (`torchpaged.custom_ops.stream_order.reads_early`). That is right as long as what wrote
-these did not let its dependents start. Kernels that Inductor makes may hold such a write, a copy or an
+of them have ended (docs/stream_order.md). That is right as long as what wrote these did not let its
+dependents start. Kernels that Inductor makes may hold such a write, a copy or an
 addition that it moved in front of the op; with its programmatic launch on, they let dependents start before
 they have stored anything.
 """
@@ -13,6 +13,13 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import BackendUnavailableError
+
+#: Ops with a kernel that reads early what a step may write. Which kernels read which tensors is in the table
+#: of tests/support/stream_order.py; tests/custom_ops/test_stream_order.py compares the two.
+READS_EARLY = (
+    *("paged_attention", "cascade_attention", "mla_attention", "rope_write_latent", "causal_conv"),
+    *("delta_step", "mamba2_step", "index_logits", "finish_step"),
+)
 
 
 def refuse_inductors_for(tensor: Tensor) -> None:

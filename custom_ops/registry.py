@@ -47,10 +47,9 @@ from torch.nn import Parameter
 
 from torchpaged.custom_ops import launches, native
 from torchpaged.custom_ops.callers_modes import apart_from_modes
-from torchpaged.custom_ops.early_launch import refuse_inductors_for
+from torchpaged.custom_ops.early_launch import READS_EARLY, refuse_inductors_for
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.families import FAMILIES, Family
-from torchpaged.custom_ops.stream_order import reads_early
 from torchpaged.custom_ops.words import one_line
 
 # kept for the life of the process: dropping it deregisters the ops
@@ -171,7 +170,7 @@ def _without_memory(op: str) -> Any:
     a call's others would be left unread and unwritten. For ops that read early it asks for Inductor's
     launches, too."""
     fake, names = FAKES.get(op, _nothing), re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMAS[op])
-    is_early = op in reads_early()
+    is_early = op in READS_EARLY
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_early:

@@ -14,7 +14,6 @@ from command import printed
 from torchpaged import BackendUnavailableError
 from torchpaged.custom_ops import early_launch
 from torchpaged.custom_ops.cuda import gpu
-from torchpaged.custom_ops.stream_order import reads_early
 
 
 def test_inductors_option_is_where_we_look() -> None:
@@ -118,7 +117,7 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
             attend()
 
 
-@pytest.mark.parametrize("op", reads_early())
+@pytest.mark.parametrize("op", early_launch.READS_EARLY)
 def test_every_op_that_reads_early_what_a_step_writes_refuses_in_a_trace(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 from cuda_sources import compiled, needs_nvcc
+from stream_order import CONTEXT, STREAM_ORDER, TRIGGERS, WAITS, Launch, reads_early
 
+from torchpaged.custom_ops.early_launch import READS_EARLY
 from torchpaged.custom_ops.registry import SCHEMAS
-from torchpaged.custom_ops.stream_order import (
-    CONTEXT,
-    STREAM_ORDER,
-    TRIGGERS,
-    WAITS,
-    Launch,
-)
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = [(op, launch) for op, launches in STREAM_ORDER.items() for launch in launches]
@@ -89,12 +84,16 @@ def test_every_op_is_there_and_nothing_else() -> None:
             )
 
 
+def test_the_ops_that_traces_look_at_are_those_of_the_table() -> None:
+    assert list(READS_EARLY) == reads_early()
+
+
 def test_it_is_data() -> None:
     """A script loads it by its path, without torch."""
     code = (
         "import runpy, sys; assert "
-        f"runpy.run_path({str(ROOT / 'custom_ops/stream_order.py')!r})['STREAM_ORDER']; assert 'torch' not "
-        "in sys.modules"
+        f"runpy.run_path({str(ROOT / 'tests/support/stream_order.py')!r})['STREAM_ORDER']; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -3,7 +3,7 @@ device. A cache has a `RowTable`, and a `RingTable` for layers with a window who
 rows say what to do.
 
 Tensors of a batch may be written inside a forward, behind which an attention starts early: it reads its
-metadata before the kernels ahead of it have ended (custom_ops/stream_order.py), so that the kernel that
+metadata before the kernels ahead of it have ended (docs/stream_order.md), so that the kernel that
 writes them must not be the last one ahead of it. A second kernel in between is seen to by an op: a compiler
 moves single kernels, and drops one that changes nothing."""
 

@@ -194,7 +194,7 @@ def attend_with_spans(layer: PagedLayer, call: LayerCall, mask: CallMask) -> Ten
     whose results take the place of what they were given.
 
     The gather of the queries, an ordinary kernel, stands between the two attentions: the second one reads
-    keys as its context that the layer has just written (custom_ops/stream_order.py).
+    keys as its context that the layer has just written (docs/stream_order.md).
 
     Returns:
         ``[batch, query_len, num_heads, head_dim_v]``.

@@ -6,7 +6,7 @@
 // few less, so that borders of ranges meet those of requests.
 //
 // Every CTA works all of this out from lengths on the device, before it waits for the kernels ahead. Ahead of
-// the wait it reads the table and keys of the context, too (custom_ops/stream_order.py).
+// the wait it reads the table and keys of the context, too (docs/stream_order.md).
 #pragma once
 
 #include "latent_params.cuh"

@@ -148,8 +148,8 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-#: What kernels here read before they wait for those ahead (custom_ops/stream_order.py): lengths, the table,
-#: keys of the context.
+#: What kernels here read before they wait for those ahead (stream_order.py): lengths, the table, keys of the
+#: context.
 EARLY = "seq_lens", "starts", "table", "kv", "rows"
 
 

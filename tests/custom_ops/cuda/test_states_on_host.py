@@ -138,7 +138,7 @@ def test_matches_the_oracle(case: str, tmp_path: Path, monkeypatch: pytest.Monke
         OPS[op].check(ops, BACKEND_OPS["reference"], OPS[op].inputs(STATE_BATCHES[batch], **given))
 
 
-#: What whole steps read ahead of their wait (custom_ops/stream_order.py).
+#: What whole steps read ahead of their wait (tests/support/stream_order.py).
 EARLY = ("weight", "bias", "a_log", "dt_bias", "norm_weight", "skip_weight", "lens", "slots", "starts")
 
 

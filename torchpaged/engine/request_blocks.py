@@ -14,33 +14,14 @@ needs them (`PrefixCache`).
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.cached_text import CachedText
-from torchpaged.cache.prefix_books import Resumed
 from torchpaged.engine.sequence import Sequence
 
-
-class Rings(Protocol):
-    """Rings of blocks, or states, of requests besides their blocks: `torchpaged.hf.step_rings.StepRings`."""
-
-    num_resets: int
-
-    def take(self, block: int) -> None:
-        """A request begins, with this as its first block."""
-
-    def give(self, block: int) -> None:
-        """The request that began with this block has ended."""
-
-    def keep(self, block: int, checkpoint: int) -> None:
-        """Copy what the request that began with this block has now."""
-
-    def resume(self, block: int, resumed: Resumed) -> None:
-        """The request that has begun with this block goes on from such a copy."""
-
-    def reset(self) -> None:
-        """No request has one."""
+if TYPE_CHECKING:
+    from torchpaged.hf.step_rings import StepRings
 
 
 class RequestBlocks:
@@ -51,7 +32,7 @@ class RequestBlocks:
         pool: BlockPool,
         block_size: int,
         prefixes: PrefixCache | None = None,
-        rings: Rings | None = None,
+        rings: "StepRings | None" = None,
         preemption: str = "auto",
     ) -> None:
         self.pool, self.block_size, self.prefixes, self.preemption = pool, block_size, prefixes, preemption
@@ -191,13 +172,13 @@ class RequestBlocks:
             text.computed(sequence.num_computed, sequence.blocks)
         text.leave()
 
-    def _take_ring(self, rings: Rings, block: int) -> None:
+    def _take_ring(self, rings: "StepRings", block: int) -> None:
         # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
         if rings.num_resets != self._resets:
             self._reset_rings(rings)
         rings.take(block)
 
-    def _reset_rings(self, rings: Rings) -> None:
+    def _reset_rings(self, rings: "StepRings") -> None:
         rings.reset()
         self._resets = rings.num_resets
 

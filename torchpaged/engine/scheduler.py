@@ -14,12 +14,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import filterfalse
+from typing import TYPE_CHECKING
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.outputs import LatencyHistogram
-from torchpaged.engine.request_blocks import RequestBlocks, Rings
+from torchpaged.engine.request_blocks import RequestBlocks
 from torchpaged.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torchpaged.hf.step_rings import StepRings
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Scheduler:
         mixes: bool = False,
         max_query_len: int | None = None,
         budget: ChunkBudget | None = None,
-        rings: Rings | None = None,
+        rings: "StepRings | None" = None,
         preemption: str = "auto",
     ) -> None:
         self.blocks = RequestBlocks(pool, block_size, prefixes, rings, preemption)

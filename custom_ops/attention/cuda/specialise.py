@@ -255,6 +255,9 @@ def _refused(spec: Specialisation, max_query_len: int, num_reqs: int, index: int
 _UNALIGNED = "strides or addresses that are not multiples of 16 bytes (cache) or 4 numbers (q, out)"
 
 
+_STRIDES = ("K_BLOCK", "K_SLOT", "K_HEAD", "V_BLOCK", "V_SLOT", "V_HEAD")
+
+
 def decode_config(
     spec: Specialisation,
     max_query_len: int,
@@ -275,41 +278,26 @@ def decode_config(
     shape = shape_for(spec, max_query_len, pairs, sms, shared_per_sm)
     if not early:  # compute capability 9.0 brought clusters, and kernels that begin while the one ahead runs
         shape = dataclasses.replace(shape, cluster=1, max_registers=0)
+    cut = {name.upper(): value for name, value in vars(shape).items()}
+    cut["WARP_KEYS"] = cut.pop("KEYS")
+    num_pairs = spec.num_kv_heads // shape.pair_heads  # of a request
     values = {
         **call_constants(spec),
-        "PAIR_HEADS": shape.pair_heads,
+        **cut,
+        **dict(zip(_STRIDES, spec.k_strides + spec.v_strides, strict=True)),
         "QUERY_LEN": query_len,
         "KV_BYTES": spec.kv_dtype.itemsize,
         "Q_HALF": spec.dtype == torch.float16,
         "HALF": spec.dtype == torch.float16 or spec.kv_dtype in FP8,
-        "K_BLOCK": spec.k_strides[0],
-        "K_SLOT": spec.k_strides[1],
-        "K_HEAD": spec.k_strides[2],
-        "V_BLOCK": spec.v_strides[0],
-        "V_SLOT": spec.v_strides[1],
-        "V_HEAD": spec.v_strides[2],
         "TREE": spec.tree and query_len > 1,
         "SAME_MASK": query_len == 1,
         "SCALES": spec.scales,
         "PDL": early,
         "DECODE_LEN": longest,
-        "WARPS": shape.warps,
-        "WARP_KEYS": shape.keys,
-        "STAGES": shape.stages,
-        "CTAS_PER_SM": shape.ctas_per_sm,
-        "MIN_TILES": shape.min_tiles,
-        "CLUSTER": shape.cluster,
         "ONE_WARP_SCHEDULES": one_warp_schedules(num_reqs, shape.ctas_per_sm),
         "ASKED": asked(num_reqs),
-        "NEAR": shape.near,
-        "ASK_EARLY": shape.ask_early,
-        "GROUPED": shape.grouped,
         "PREFETCH": min(shape.prefetch, shape.stages - 1),
-        "PREFETCH_L2": shape.prefetch_l2,
-        "MAX_REGISTERS": shape.max_registers,
-        "TEAM": team(spec.num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms)
-        if shape.cluster == 1
-        else 1,
+        "TEAM": 1 if shape.cluster > 1 else team(num_pairs, shape.ctas_per_sm * sms),
     }
     return DECODE.config(values), shape
 

@@ -121,11 +121,7 @@ FAMILIES = (
         on_native=("mla_attention", "write_latent"),
     ),
     Family(
-        "indexer",
-        INDEXER,
-        INDEXER_FAKES,
-        {"index_logits": IndexCall},
-        cuda=("index_logits", "top_k_indices"),
+        "indexer", INDEXER, INDEXER_FAKES, {"index_logits": IndexCall}, cuda=("index_logits", "top_k_indices")
     ),
     Family(
         "state",

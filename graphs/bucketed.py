@@ -26,13 +26,7 @@ from torchpaged.graphs.capture import CaptureBackend, Captured, HostCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.capture_options import Progress, capture_backend_for, check_progress
 from torchpaged.graphs.report import BucketReport, describe_bucket
-from torchpaged.graphs.step import (
-    NoSession,
-    Ranges,
-    StaticInputs,
-    StepSession,
-    no_range,
-)
+from torchpaged.graphs.step import NoSession, Ranges, StaticInputs, StepSession, no_range
 from torchpaged.metadata import HostLengths
 
 BucketStep = Callable[..., Tensor]

@@ -284,10 +284,7 @@ class ModelState:
         found = changed(self)
         if found is not None:
             raise ArgumentError(
-                "model",
-                f"the modules, forwards, hooks, weights, adapters, attributes that {by}",
-                found,
-                fix,
+                "model", f"the modules, forwards, hooks, weights, adapters, attributes that {by}", found, fix
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelState":

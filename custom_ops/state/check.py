@@ -19,13 +19,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.memory import check_apart
 from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.custom_ops.pools import FLOATS
-from torchpaged.custom_ops.state.call import (
-    ConvCall,
-    GatedNormCall,
-    GatesCall,
-    LinearAttentionCall,
-    Rows,
-)
+from torchpaged.custom_ops.state.call import ConvCall, GatedNormCall, GatesCall, LinearAttentionCall, Rows
 
 #: Widths of a convolution.
 MIN_WIDTH, MAX_WIDTH = 2, 8

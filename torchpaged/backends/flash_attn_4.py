@@ -61,10 +61,7 @@ def _attend(call: AttentionCall) -> None:
         softmax_scale=call.scale,
         causal=call.causal,
         # a causal query sees nothing to its right, whatever the window says
-        window_size=(
-            None if call.window_left < 0 else call.window_left,
-            None if call.causal else right,
-        ),
+        window_size=(None if call.window_left < 0 else call.window_left, None if call.causal else right),
         learnable_sink=call.sinks,
         softcap=call.logits_soft_cap,
         num_splits=1,

@@ -110,11 +110,7 @@ class AttentionSpec:
 
 
 def features_used(
-    uses: Collection[str],
-    causal: bool,
-    window_size: tuple[int, int],
-    logits_soft_cap: float,
-    chunk_size: int,
+    uses: Collection[str], causal: bool, window_size: tuple[int, int], logits_soft_cap: float, chunk_size: int
 ) -> list[str]:
     """`AttentionSpec.features`, where sizes may be symbols and there is no spec: in a trace."""
     of_values = {

@@ -38,10 +38,7 @@ class DiskTier(HostTier):
     """
 
     def __init__(
-        self,
-        host: HostBlocks,
-        disk: DiskBlocks,
-        recompute_seconds: Callable[[], float] | None = None,
+        self, host: HostBlocks, disk: DiskBlocks, recompute_seconds: Callable[[], float] | None = None
     ) -> None:
         self.disk, self.errors = disk, dict[str, int]()
         self.written_blocks = self.read_blocks = 0

@@ -69,12 +69,7 @@ class PrefixCache(PrefixBooks):
         return kind(self, tokens, extra)
 
     def pin(
-        self,
-        tokens: Sequence[int],
-        extra: Hashable = None,
-        *,
-        ttl: float | None = None,
-        priority: int = 0,
+        self, tokens: Sequence[int], extra: Hashable = None, *, ttl: float | None = None, priority: int = 0
     ) -> Pin:
         """Give up what is known of a text's first tokens after all that is not pinned: a system prompt. No
         memory is taken from requests that need it: pinned blocks without holders count as free.

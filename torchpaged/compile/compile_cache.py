@@ -41,11 +41,7 @@ _MEMBER = re.compile(r"(cubin|triton/[\w-]+)/([\w.-]+)")
 # the kernels of a family of ops, or of all
 _TRITON_MODULE = re.compile(r"torchpaged\.custom_ops\.(\w+\.)?triton\b")
 # what Triton compiles with the C compiler, per signature and per machine
-_LAUNCHERS = (
-    "__triton_launcher",
-    "cuda_utils",
-    "hip_utils",
-)
+_LAUNCHERS = ("__triton_launcher", "cuda_utils", "hip_utils")
 
 
 class CompileCacheError(TorchpagedError, ValueError):

@@ -20,13 +20,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import NotCopied
-from torchpaged.engine.device import (
-    CopiedTokens,
-    DecodeRows,
-    LogitsStage,
-    RowState,
-    WholeStepRunner,
-)
+from torchpaged.engine.device import CopiedTokens, DecodeRows, LogitsStage, RowState, WholeStepRunner
 from torchpaged.engine.launches import Launch, Launches
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount

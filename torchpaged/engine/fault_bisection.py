@@ -62,11 +62,7 @@ class FaultBisection:
     """
 
     def __init__(
-        self,
-        candidates: Seq[Sequence],
-        requests: Mapping[int, Sequence],
-        more_tokens: int,
-        error: Exception,
+        self, candidates: Seq[Sequence], requests: Mapping[int, Sequence], more_tokens: int, error: Exception
     ) -> None:
         self._requests, self._more, self.error = requests, more_tokens, error
         self.candidates, self.faulty = list(candidates), list[tuple[Sequence, Exception]]()

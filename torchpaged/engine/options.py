@@ -242,9 +242,7 @@ def taking(
 ) -> Callable[[Callable[[Any, Any, GeneratorOptions], None]], Callable[Concatenate[Any, Any, P], None]]:
     """An ``__init__(self, model, options)`` that takes the options by their names instead."""
 
-    def of(
-        init: Callable[[Any, Any, GeneratorOptions], None],
-    ) -> Callable[Concatenate[Any, Any, P], None]:
+    def of(init: Callable[[Any, Any, GeneratorOptions], None]) -> Callable[Concatenate[Any, Any, P], None]:
         before = list(inspect.signature(init).parameters.values())[:2]
         taken = inspect.signature(make)
         signature = taken.replace(parameters=[*before, *taken.parameters.values()])

@@ -160,11 +160,7 @@ class PackedSteps:
         return to_device(numbers, torch.int64, self._device)
 
     def _metadata(
-        self,
-        query_lens: list[int],
-        seq_lens: list[int],
-        tables: list[list[int]],
-        width: int | None = None,
+        self, query_lens: list[int], seq_lens: list[int], tables: list[list[int]], width: int | None = None
     ) -> AttentionMetadata:
         cache = self._model.kv_cache
         metadata = AttentionMetadata.from_lists(

@@ -20,11 +20,4 @@ from torchpaged.functional.block_ops import copy_blocks
 from torchpaged.functional.cache_write import rope_write_kv, write_kv
 from torchpaged.functional.step_end import advance_step
 
-__all__ = [
-    "advance_step",
-    "copy_blocks",
-    "merge_attn_states",
-    "paged_attention",
-    "rope_write_kv",
-    "write_kv",
-]
+__all__ = ["advance_step", "copy_blocks", "merge_attn_states", "paged_attention", "rope_write_kv", "write_kv"]

@@ -209,10 +209,7 @@ def _check_modes(ops: Any, workspace: Any, batch_invariant: Any) -> None:
     switch("batch_invariant", batch_invariant)
     if not isinstance(workspace, (Mapping, NoneType)):
         raise ArgumentError(
-            "workspace",
-            "tensors by argument name",
-            type(workspace).__name__,
-            "pass session.workspace(spec)",
+            "workspace", "tensors by argument name", type(workspace).__name__, "pass session.workspace(spec)"
         )
     if not isinstance(ops, (BackendOps, NoneType)):
         raise ArgumentError(

@@ -11,8 +11,4 @@ layers.py     the forward of a fused layer;  ends.py: before and behind the laye
 from torchpaged.fuse.passes import fuse, unfuse
 from torchpaged.fuse.report import FusionReport
 
-__all__ = [
-    "FusionReport",
-    "fuse",
-    "unfuse",
-]
+__all__ = ["FusionReport", "fuse", "unfuse"]

@@ -95,11 +95,7 @@ class PackedScales(KVQuantization):
 
 
 def run_once(
-    model: Any,
-    config: Any,
-    token_ids: Sequence[int],
-    block_size: int,
-    backend: str | Route | None,
+    model: Any, config: Any, token_ids: Sequence[int], block_size: int, backend: str | Route | None
 ) -> tuple[StepCache, int]:
     """A forward over a prompt's first tokens, into pools of the keys' own dtype in blocks 1, 2 and so on.
 

@@ -73,10 +73,7 @@ def reindex(cache: PagedOwner, prefixes: RowPrefixes, parents: Sequence[int]) ->
         )
     if len(parents) > rows.max_rows:
         raise ArgumentError(
-            "max_batch_size",
-            f"at least {len(parents)} rows",
-            str(rows.max_rows),
-            "build a larger PagedCache",
+            "max_batch_size", f"at least {len(parents)} rows", str(rows.max_rows), "build a larger PagedCache"
         )
     if list(parents) == list(range(num_rows)):
         return

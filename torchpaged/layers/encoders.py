@@ -174,10 +174,7 @@ class CrossAttention(PagedAttention):
         """
         if not isinstance(metadata, CrossMetadata):
             raise ArgumentError(
-                "metadata",
-                "CrossMetadata",
-                type(metadata).__name__,
-                "build it with rows.cross(query_lens)",
+                "metadata", "CrossMetadata", type(metadata).__name__, "build it with rows.cross(query_lens)"
             )
         if key is not None and metadata.written is None:
             raise ArgumentError(

@@ -11,8 +11,4 @@ encoder.py   batches of encoders, and of cross attention
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
 from torchpaged.metadata.encoder import encoder_metadata
 
-__all__ = [
-    "AttentionMetadata",
-    "HostLengths",
-    "encoder_metadata",
-]
+__all__ = ["AttentionMetadata", "HostLengths", "encoder_metadata"]

@@ -44,14 +44,7 @@ def encoder_metadata(
     columns = torch.arange(width, dtype=torch.int32, device=query_start_loc.device)
     table = (query_start_loc[:-1, None] + columns).clamp_(max=max(starts[-1] - 1, 0))
     return AttentionMetadata(
-        table,
-        to_device(numbers, torch.int32, device),
-        query_start_loc,
-        None,
-        None,
-        width,
-        1,
-        tuple(numbers),
+        table, to_device(numbers, torch.int32, device), query_start_loc, None, None, width, 1, tuple(numbers)
     )
 
 

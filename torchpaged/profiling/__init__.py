@@ -7,10 +7,4 @@ a profile is taken.
 
 from torchpaged.profiling.ranges import ProfilingUnavailableError, enabled, range, recorded, trace
 
-__all__ = [
-    "ProfilingUnavailableError",
-    "enabled",
-    "range",
-    "recorded",
-    "trace",
-]
+__all__ = ["ProfilingUnavailableError", "enabled", "range", "recorded", "trace"]

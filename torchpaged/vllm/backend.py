@@ -26,12 +26,7 @@ from vllm.v1.attention.backend import (
 from torchpaged.backends import attention_spec
 from torchpaged.compat.reshape_and_cache import FP8_NAMES
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.vllm.layer import (
-    KV_CACHE_DTYPES,
-    TorchpagedAttentionImpl,
-    TorchpagedMetadata,
-    choose_backend,
-)
+from torchpaged.vllm.layer import KV_CACHE_DTYPES, TorchpagedAttentionImpl, TorchpagedMetadata, choose_backend
 
 #: What newer vLLM may say of a batch that changes which keys a query sees.
 _UNKNOWN = ("mm_req_doc_ranges", "rswa_prefix_lens", "dcp_local_seq_lens", "encoder_seq_lens")

@@ -259,15 +259,7 @@ def store_empty(results, batch, SPEC: tl.constexpr, TILING: tl.constexpr):
 
 @triton.jit
 def merge_parts(
-    parts,
-    first_part,
-    num_parts,
-    work,
-    v_scale,
-    inputs,
-    results,
-    SPEC: tl.constexpr,
-    TILING: tl.constexpr,
+    parts, first_part, num_parts, work, v_scale, inputs, results, SPEC: tl.constexpr, TILING: tl.constexpr
 ):
     """Combine the parts of one pair, written by programs ``first_part ...``: slot 1 of the first, slot 0 of
     the others."""

@@ -14,12 +14,7 @@ from torchpaged.custom_ops.triton.records import KeyPool, Tokens
 
 @triton.jit
 def write_index_keys_kernel(
-    keys,
-    slots_ptr,
-    pool,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
+    keys, slots_ptr, pool, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr
 ):
     """``keys``: `Tokens`, ``pool``: `KeyPool`. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)

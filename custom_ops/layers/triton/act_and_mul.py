@@ -19,13 +19,7 @@ _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
 
 
 @triton.jit
-def act_and_mul_kernel(
-    gate_up,
-    out,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
+def act_and_mul_kernel(gate_up, out, WIDTH: tl.constexpr, PIECE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Rows: `Matrix`. Grid: (num_tokens, pieces of a row)."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * PIECE + tl.arange(0, PIECE)

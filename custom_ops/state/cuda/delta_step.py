@@ -88,10 +88,7 @@ class StepSpec(NamedTuple):
 
 
 DELTA_STEP = Table.of_fields(
-    StepSpec,
-    "delta_step_config.cuh",
-    ("delta_step.cu",),
-    "a shard of two of Qwen3-Next's, states of float32",
+    StepSpec, "delta_step_config.cuh", ("delta_step.cu",), "a shard of two of Qwen3-Next's, states of float32"
 )
 
 

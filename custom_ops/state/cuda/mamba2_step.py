@@ -81,10 +81,7 @@ class Mamba2StepSpec(NamedTuple):
 
 
 MAMBA2_STEP = Table.of_fields(
-    Mamba2StepSpec,
-    "mamba2_step_config.cuh",
-    ("mamba2_step.cu",),
-    "Granite 4.0 H 1B, states of float32",
+    Mamba2StepSpec, "mamba2_step_config.cuh", ("mamba2_step.cu",), "Granite 4.0 H 1B, states of float32"
 )
 
 

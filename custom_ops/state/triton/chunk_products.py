@@ -90,14 +90,7 @@ def store_square(ptr, origin, square, live, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_solved(
-    lower,
-    factor,
-    chunks,
-    origin,
-    live,
-    CHUNK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    lower, factor, chunks, origin, live, CHUNK: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr
 ):
     """``solved`` of `Chunks`. Between keys that are normalised, nothing is too large for float16."""
     DTYPE: tl.constexpr = chunks.scores.dtype.element_ty

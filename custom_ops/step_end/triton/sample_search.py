@@ -234,14 +234,7 @@ def draw_listed(
 
 @triton.jit
 def draw_truncated(
-    logits,
-    parameters,
-    parts,
-    maximum,
-    total,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, parameters, parts, maximum, total, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):
     """The token of a row that keeps some only, whose likelihoods sum to ``total``. The row of indices becomes
     the list of groups."""

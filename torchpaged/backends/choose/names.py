@@ -17,14 +17,7 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 #: Preference of the automatic choice behind the order of the device; registered ones go before that.
 AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
-_NAMED = (
-    "flash_attn",
-    "flash_attn_4",
-    "flashinfer",
-    "flashinfer_gdn",
-    "flashinfer_xqa",
-    "torch_varlen",
-)
+_NAMED = ("flash_attn", "flash_attn_4", "flashinfer", "flashinfer_gdn", "flashinfer_xqa", "torch_varlen")
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
 MODULES = {name: f"torchpaged.backends.{name}" for name in (*AUTOMATIC, *_NAMED)}
 REGISTERED: dict[str, Backend] = {}

@@ -70,12 +70,7 @@ class LogitsStage:
         self.num_words = 3 * max_logit_bias + max_extra_args
 
     def process(
-        self,
-        logits: Tensor,
-        words: Tensor,
-        num_generated: Tensor,
-        last_token_ids: Tensor,
-        seq_lens: Tensor,
+        self, logits: Tensor, words: Tensor, num_generated: Tensor, last_token_ids: Tensor, seq_lens: Tensor
     ) -> Tensor:
         """The logits to sample from.
 

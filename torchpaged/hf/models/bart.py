@@ -64,11 +64,7 @@ def _cross_attention(module: Any, hidden_states: Tensor, given: dict[str, Any], 
 
 _ATTENTION = in_forward(
     Inline(
-        _bart,
-        lambda module: module.scaling,
-        project_out,
-        crosses="key_value_states",
-        cross=_cross_attention,
+        _bart, lambda module: module.scaling, project_out, crosses="key_value_states", cross=_cross_attention
     )
 )
 

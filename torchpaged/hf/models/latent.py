@@ -79,10 +79,7 @@ class LatentLayer(PagedLayer):
         """See `PagedLayer`; by the op ``write_latent``."""
         assert self.keys is not None
         self.owner.backend.ops.write_latent(
-            by_token(key_states)[:, 0],
-            by_token(value_states)[:, 0],
-            self.keys,
-            slots,
+            by_token(key_states)[:, 0], by_token(value_states)[:, 0], self.keys, slots
         )
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -94,11 +91,7 @@ class LatentLayer(PagedLayer):
         """
         batch, num_heads, query_len, _ = call.query.shape
         metadata = self.owner.metadata_of(self, batch, query_len)
-        options = {
-            "sliding_window": call.window,
-            "softcap": call.softcap,
-            "alibi_slopes": call.alibi_slopes,
-        }
+        options = {"sliding_window": call.window, "softcap": call.softcap, "alibi_slopes": call.alibi_slopes}
         given = [name for name, value in options.items() if value is not None]
         if given := [*given, *metadata.features]:
             raise UnsupportedModelError(

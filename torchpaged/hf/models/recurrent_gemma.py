@@ -108,11 +108,7 @@ def _gate(blocks: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _forward(
-    self: Any,
-    input_states: Tensor,
-    position_ids: Tensor,
-    *args: Any,
-    **options: Any,
+    self: Any, input_states: Tensor, position_ids: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Of a recurrent block. With any other cache its class's, whose states are kept where they are: behind a
     prompt they have another layout than behind a token, so that steps would be compiled twice, and lie in

@@ -99,11 +99,7 @@ register_family(
         ("mamba", "mamba2", "falcon_mamba"),
         states_alone=True,
         cache_argument=STATES_CACHE,
-        packed={
-            "MambaMixer": mamba1,
-            "FalconMambaMixer": mamba1,
-            "Mamba2Mixer": mamba2,
-        },
+        packed={"MambaMixer": mamba1, "FalconMambaMixer": mamba1, "Mamba2Mixer": mamba2},
         functions=_functions,
         layer=state_of_attached,
     )

@@ -25,10 +25,7 @@ def _places_of_ids(module: Any) -> Function:
     plain = plain_of(module, "forward")
 
     def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_length: Any = 0,
+        self: Any, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, past_length: Any = 0
     ) -> Tensor:
         traced = torch.compiler.is_compiling() and isinstance(past_length, Tensor)
         if not traced:

@@ -10,7 +10,6 @@ that goes away while it streams cancels its request.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import time
 import uuid
@@ -18,13 +17,16 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from torchpaged import ArgumentError, TorchpagedError
+from torchpaged import ArgumentError, RequestError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams, TokenEvent
 
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 SAMPLING = {"temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
 #: Ends that OpenAI's clients know.
 REASONS = {"stop": "stop", "length": "length", "out_of_blocks": "length"}
+#: The status of an error is its nearest class's; the first three are what a wrong body raises.
+STATUS: dict[Any, int] = dict.fromkeys([ValueError, TypeError, RecursionError], 400)
+STATUS |= {ArgumentError: 400, TorchpagedError: 503, RequestError: 500, Exception: 500}
 Events = AsyncIterator[TokenEvent]
 
 
@@ -42,7 +44,7 @@ def sampling_of(body: dict[str, Any]) -> SamplingParams:
             known = ", ".join(sorted(SAMPLING | set(RENAMED)))
             raise ArgumentError("body", f"fields of {known}", f"{name}={value!r}", "leave it out")
     stop = given.pop("stop", ())
-    return SamplingParams(**given, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+    return SamplingParams(**given, stop=(stop,) if isinstance(stop, str) else stop)
 
 
 def prompt_of(body: dict[str, Any], tokenizer: Any, chat: bool) -> Any:
@@ -54,15 +56,14 @@ def prompt_of(body: dict[str, Any], tokenizer: Any, chat: bool) -> Any:
     try:
         return tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
     except Exception as error:  # whatever the model's template raises of messages that it does not take
-        said = f"{type(error).__name__}: {error}"
-        raise ArgumentError(name, "messages of the model's template", said) from error
+        raise ArgumentError(name, "messages of the model's template", repr(error)) from error
 
 
 def choice(chat: bool, text: str, reason: str | None, part: bool) -> dict[str, Any]:
     """One choice of an answer, or of a part of it."""
     message = {"delta" if part else "message": {"role": "assistant", "content": text}}
     content: dict[str, Any] = message if chat else {"text": text}
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    return {"index": 0, **content, "logprobs": None, "finish_reason": REASONS.get(reason or "")}
 
 
 async def behind(event: TokenEvent | None, rest: Events) -> Events:
@@ -75,50 +76,44 @@ async def behind(event: TokenEvent | None, rest: Events) -> Events:
 
 
 def make_app(generator: Generator, name: str) -> Any:
-    """The application; it starts the generator's loop, and closes the generator at its end."""
+    """The application over a generator that is started."""
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    def refusal(error: Exception, status: int) -> JSONResponse:
-        return JSONResponse({"error": {"message": str(error), "type": type(error).__name__}}, status)
+    def failure(error: Exception) -> dict[str, Any]:
+        return {"error": {"message": str(error), "type": type(error).__name__}}
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+        return JSONResponse(failure(error), getattr(error, "status_code", status))
 
     async def parts(events: Events, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
         try:
             async for event in events:
-                one = choice(chat, event.text, REASONS.get(event.finish_reason or ""), part=True)
+                one = choice(chat, event.text, event.finish_reason, part=True)
                 yield f"data: {json.dumps({**head, 'choices': [one]})}\n\n"
         except TorchpagedError as error:  # the status is sent already
-            yield f"data: {json.dumps({'error': {'message': str(error)}})}\n\n"
+            yield f"data: {json.dumps(failure(error))}\n\n"
         yield "data: [DONE]\n\n"
 
     async def answer(request: Request, chat: bool) -> Response:
-        try:
-            body = await request.json()
-            if (streams := body.get("stream")) not in (None, False, True):
-                raise ArgumentError("stream", "true or false", repr(streams))
-            prompt = prompt_of(body, generator.tokenizer, chat)
-            answered = generator.answer(prompt, sampling_of(body))
-            events = behind(await anext(answered), answered)  # it is queued, or refused, by now
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:  # ArgumentErrors, too
-            return refusal(error, 400)
-        except TorchpagedError as error:
-            return refusal(error, 503)
-        kind = "chat.completion" if chat else "text_completion"
+        if not isinstance(body := await request.json(), dict):
+            raise ArgumentError("body", "a JSON object", type(body).__name__)
+        if (streams := body.get("stream")) not in (None, False, True):
+            raise ArgumentError("stream", "true or false", repr(streams))
+        prompt = prompt_of(body, generator.tokenizer, chat)
+        answered = generator.answer(prompt, sampling_of(body))
+        events = behind(await anext(answered), answered)  # it is queued, or refused, by now
+        kind = ("chat.completion.chunk" if streams else "chat.completion") if chat else "text_completion"
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name, "object": kind}
         if streams:
-            head["object"] += ".chunk" if chat else ""
             return StreamingResponse(parts(events, head, chat), media_type="text/event-stream")
-        text, count, reason = "", 0, None
-        try:
-            async for event in events:
-                text, count = text + event.text, count + (event.token_id is not None)
-                reason = event.finish_reason
-        except TorchpagedError as error:
-            return refusal(error, 500)
-        one = choice(chat, text, REASONS.get(reason or ""), part=False)
-        n = len(prompt)
+        said = [event async for event in events]
+        one = choice(chat, "".join(event.text for event in said), said[-1].finish_reason, part=False)
+        n, count = len(prompt), sum(event.token_id is not None for event in said)
         usage = {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}
         return JSONResponse({**head, "choices": [one], "usage": usage})
 
@@ -128,31 +123,26 @@ def make_app(generator: Generator, name: str) -> Any:
     async def metrics(_: Request) -> Response:
         return PlainTextResponse((await asyncio.to_thread(generator.metrics)).prometheus())
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        with generator.start():
-            yield
-
     posts = {"/v1/completions": False, "/v1/chat/completions": True}
     routes = [Route(path, partial(answer, chat=chat), methods=["POST"]) for path, chat in posts.items()]
     routes += Route("/v1/models", models), Route("/metrics", metrics)
-    return Starlette(routes=routes, lifespan=lifespan)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys([*STATUS, HTTPException], refuse))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a model as OpenAI's API does.")
-    parser.add_argument("model", nargs="?", help="folder or hub id")
+    parser.add_argument("model", help="folder or hub id")
     parser.add_argument("--port", type=int, default=8000)
-    if (options := parser.parse_args()).model is None:
-        return parser.print_help()
+    options = parser.parse_args()
     import torch
     import uvicorn
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").to(device)
-    generator = Generator(model, AutoTokenizer.from_pretrained(options.model), max_batch_size=32)
-    uvicorn.run(make_app(generator, options.model), port=options.port)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    with Generator(model, tokenizer, max_batch_size=32).start() as generator:
+        uvicorn.run(make_app(generator, options.model), port=options.port)
 
 
 if __name__ == "__main__":

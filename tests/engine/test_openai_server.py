@@ -56,10 +56,9 @@ def server() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def client(llama: Any, want: list[int], server: ModuleType) -> Iterator[Any]:
-    generator = Generator(llama, Words(), max_batch_size=4, max_seq_len=64, compile=False)
-    with testclient.TestClient(server.make_app(generator, "tiny")) as client:
+    generator = Generator(llama, Words(), max_batch_size=4, max_seq_len=64, compile=False).start()
+    with generator, testclient.TestClient(server.make_app(generator, "tiny")) as client:
         yield client
-    assert repr(generator) == "Generator(closed)"
 
 
 def numbers(text: str) -> list[int]:
@@ -139,6 +138,7 @@ def test_a_client_that_is_gone_when_its_answer_begins(llama: Any, server: Module
         {"prompt": "5", "stream": "false"},
         {"prompt": "5 " * 64},
         {"prompt": "5", "max_tokens": 2, "max_completion_tokens": 3},
+        {"prompt": "5", "stop": 5},
         [1],
     ],
     ids=str,
@@ -146,7 +146,8 @@ def test_a_client_that_is_gone_when_its_answer_begins(llama: Any, server: Module
 def test_bad_requests(client: Any, body: Any) -> None:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
+    said = answer.json()["error"]
+    assert ": expected" in said["message"]
 
 
 def test_a_field_that_is_not_served_is_named(client: Any) -> None:
@@ -158,7 +159,38 @@ def test_messages_that_the_template_refuses(client: Any) -> None:
     """Templates raise errors of their own kinds."""
     answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user"}]})
     assert answer.status_code == 400
-    assert "KeyError: 'content'" in answer.json()["error"]["message"]
+    assert "KeyError('content')" in answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_served(client: Any) -> None:
+    answers = client.get("/v1/nothing"), client.get("/v1/completions")
+    assert [answer.status_code for answer in answers] == [404, 405]
+    assert [answer.json()["error"]["message"] for answer in answers] == [
+        "404: Not Found",
+        "405: Method Not Allowed",
+    ]
+
+
+class Unreadable(Words):
+    """No token has a text."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        raise OverflowError("no such letter")
+
+
+def test_requests_that_fail(llama: Any, server: ModuleType) -> None:
+    """Where the answer has begun the error is its last part."""
+    body = {"prompt": "5 9", **GREEDY}
+    with Generator(llama, Unreadable(), max_batch_size=4, max_seq_len=64, compile=False).start() as generator:
+        client = testclient.TestClient(server.make_app(generator, "tiny"))
+        answer = client.post("/v1/completions", json=body)
+        parts = client.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
+    closed = client.post("/v1/completions", json=body)
+    errors = [each.json()["error"] for each in (answer, closed)]
+    errors.append(json.loads(parts[-3].removeprefix("data: "))["error"])
+    assert (answer.status_code, closed.status_code, parts[-2]) == (500, 503, "data: [DONE]")
+    assert [error["type"] for error in errors] == ["RequestError", "ClosedError", "RequestError"]
+    assert "no such letter" in errors[0]["message"]
 
 
 def test_metrics_and_models(client: Any) -> None:

@@ -13,7 +13,10 @@ from test_query_tokens import Kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_MAPPING,
     AlbertConfig,
+    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -26,6 +29,7 @@ from transformers import (
     SiglipTextConfig,
     SiglipTextModel,
     SplinterConfig,
+    SplinterModel,
     Wav2Vec2Config,
     Wav2Vec2Model,
     XLMRobertaConfig,
@@ -360,6 +364,23 @@ def test_who_was_made_for_sdpa() -> None:
     """By a flag of transformers' own, which is not public: bert was, splinter was not."""
     assert needs_eager_mask("splinter")
     assert not needs_eager_mask("bert")
+
+
+def test_a_type_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said of it before is not kept: its models would be given masks of booleans, which they add."""
+
+    class LateConfig(SplinterConfig):
+        model_type = "registered_late"
+
+    class LateModel(SplinterModel):
+        config_class = LateConfig
+
+    assert not needs_eager_mask("registered_late")
+    for mapping in (CONFIG_MAPPING, MODEL_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    AutoConfig.register("registered_late", LateConfig)
+    AutoModel.register(LateConfig, LateModel)
+    assert needs_eager_mask("registered_late")
 
 
 def test_a_pinned_batch_is_followed_by_a_kernel() -> None:

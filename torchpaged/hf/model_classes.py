@@ -49,19 +49,22 @@ def class_of(config_class: type) -> type[PreTrainedModel] | None:
 
 
 @functools.cache
-def _told_by_class(model_type: str) -> tuple[bool, bool]:
-    """`has_own_attention` and `needs_eager_mask`."""
+def _told_by_class(model_class: type[PreTrainedModel]) -> tuple[bool, bool]:
+    """Whether it has attention of its own, and whether it claims SDPA."""
+    return not uses_attention_interface(model_class), getattr(model_class, "_supports_sdpa", False)
+
+
+def _told(model_type: str) -> tuple[bool, bool]:
+    """`_told_by_class`; what most models are of a type that transformers does not know, or not yet."""
     found = class_of(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else None
-    own = found is not None and not uses_attention_interface(found)
-    without_sdpa = found is not None and not getattr(found, "_supports_sdpa", False)
-    return own, own or without_sdpa or family_of(model_type).adds_bias
+    return (False, True) if found is None else _told_by_class(found)
 
 
 @torch.compiler.assume_constant_result
 def has_own_attention(model_type: str) -> bool:
     """Whether the models of a type ignore the attention interface, so that they add the mask to scores of
     their own."""
-    return _told_by_class(model_type)[0]
+    return _told(model_type)[0]
 
 
 @torch.compiler.assume_constant_result
@@ -75,7 +78,8 @@ def needs_eager_mask(model_type: str) -> bool:
     anyway: UMT5's decoder calls itself not causal in transformers 5.17. ``_supports_sdpa`` is private;
     ``tests/hf/test_encoder_decoder.py`` notices if it changes.
     """
-    return _told_by_class(model_type)[1]
+    own, claims_sdpa = _told(model_type)
+    return own or not claims_sdpa or family_of(model_type).adds_bias
 
 
 def _refusal(model: str, name: str) -> Callable[..., Any]:

@@ -113,7 +113,6 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
         (("--chat",), "chat template"),
         (("--dtype", "int8"), "expected one of fp32"),
         (("--dtype", "fp8_e4m3"), "got 'fp8_e4m3'"),
-        (("--steps-per-launch", "0"), "steps_per_launch: expected at least 1"),
         (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
         (("--buckets", "0"), "expected numbers of at least 1"),
         (("--prefill-buckets", "some"), "expected numbers of at least 1 such as 1,2,4, got 'some'"),
@@ -159,6 +158,24 @@ def test_a_stdout_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
+
+
+@pytest.mark.parametrize(("errors", "shown"), [("strict", rb"caf\xe9"), ("replace", b"caf?")])
+def test_a_stdout_of_few_characters(
+    folder: str, errors: str, shown: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are escaped, unless its owner has said what becomes of them."""
+    from torchpaged.cli import main
+
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors=errors))
+    given = ("generate", "caf\N{LATIN SMALL LETTER E WITH ACUTE}", "--model", folder, "--max-new-tokens", "2")
+    monkeypatch.setattr(sys, "argv", ["torchpaged", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    sys.stdout.flush()
+    assert raw.getvalue().startswith(shown)
 
 
 def test_env_report() -> None:
@@ -543,6 +560,15 @@ def test_an_adapter_over_a_model(folder: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("hello"), done.stderr
 
 
+def test_a_name_that_is_no_folder() -> None:
+    """It is looked for on the hub, whose errors do not say that nothing lies here."""
+    from torchpaged.cli.model import reading
+
+    words = r"got 'nope/nope', no file or folder here: OSError: no network"
+    with pytest.raises(ValueError, match=words), reading("nope/nope", "a config"):
+        raise OSError("no network")
+
+
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     for name, words in (("model.gguf", "a config that transformers can read"), ("model.bin", "another file")):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -641,12 +667,17 @@ def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> No
     for options, words in (
         (("--backend", "nope"), "backend: expected one of auto, cuda"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected"),
+        (("--block-size", "0"), "Invalid value for '--block-size'"),
+        (("--num-blocks", "-1"), "Invalid value for '--num-blocks'"),
+        (("--max-seq-len", "-1"), "Invalid value for '--max-seq-len'"),
+        (("--steps-per-launch", "0"), "Invalid value for '--steps-per-launch'"),
+        (("-", "more"), "PROMPTS: expected - alone, for the lines of stdin, got it among 3"),
         (("--profile", str(tmp_path / "no" / "trace.json")), "--profile: "),
     ):
         done = run("generate", "hello", "--offline", *options, TORCHPAGED_CACHE=str(tmp_path))
         assert done.returncode == 2, done.stderr
         assert words in done.stderr, done.stderr
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert sum(not line.startswith(("Usage: ", "Try ")) for line in done.stderr.splitlines() if line) == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -195,6 +195,16 @@ def test_stdin_that_is_no_text(folder: str) -> None:
     assert "stdin: expected text in UTF-8, got bytes such as b'\\xff'" in done.stderr
 
 
+def test_stdin_of_another_encoding(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names what stdin is read as: these bytes are UTF-8."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xc3\xa9\n"), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", stdin)
+    done = run("generate", "-", "--model", folder)
+    assert done.returncode == 2
+    assert "stdin: expected text in ASCII, got bytes such as b'\\xc3'" in done.stderr
+    assert "PYTHONIOENCODING=utf-8" in done.stderr
+
+
 def test_stdin_that_is_closed(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     for arguments in (["-"], ["--input", "-", "--output", str(tmp_path / "out.jsonl")]):

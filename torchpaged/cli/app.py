@@ -91,6 +91,8 @@ def main() -> Any:
     debug = False
     # None where a caller has closed it: then what is printed is dropped.
     sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what an encoding lacks is escaped
     try:
         debug = variables.get("TORCHPAGED_DEBUG")
         for variable in variables.VARIABLES:

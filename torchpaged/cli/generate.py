@@ -67,7 +67,9 @@ def _run(settings: Settings, sampling: SamplingParams) -> int:
         if not names:
             print(f"{settings.output}: nothing to do", file=sys.stderr)
             return 0
-    elif settings.prompts == ["-"]:
+    elif "-" in settings.prompts:
+        if (count := len(settings.prompts)) > 1:
+            raise ArgumentError("PROMPTS", "- alone, for the lines of stdin", f"it among {count}")
         settings = dataclasses.replace(settings, prompts=lines_of_stdin())
         settings.check()
     if not settings.model:

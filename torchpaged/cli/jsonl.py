@@ -38,8 +38,9 @@ def read_lines(path: str, name: str) -> Iterator[str]:
     except OSError as error:
         raise ArgumentError(name, "a file that can be read", f"{path!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        wrong = error.object[error.start : error.end]
-        raise ArgumentError(name, "text in UTF-8", f"bytes such as {wrong!r}", "convert it first") from error
+        wrong, encoding = error.object[error.start : error.end], error.encoding.upper()
+        fix = "convert it first" + ("" if encoding == "UTF-8" else ", or set PYTHONIOENCODING=utf-8")
+        raise ArgumentError(name, f"text in {encoding}", f"bytes such as {wrong!r}", fix) from error
 
 
 def lines_of_stdin() -> list[str]:

@@ -29,9 +29,9 @@ def reading(model: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         first = textwrap.shorten(str(error), 240, placeholder=" ...")
+        got = repr(model) if Path(model).exists() else f"{model!r}, no file or folder here"
         raise ValueError(
-            f"--model: expected {what} that transformers can read, got {model!r}: "
-            f"{type(error).__name__}: {first}"
+            f"--model: expected {what} that transformers can read, got {got}: {type(error).__name__}: {first}"
         ) from error
 
 

@@ -77,7 +77,7 @@ class Settings:
         "torch.compile the decode step; default: on a GPU unless fully fused", None, "--compile/--no-compile"
     )
     fuse: bool = option("fewer, larger kernels per layer: torchpaged.hf.fuse", False, "--fuse/--no-fuse")
-    steps_per_launch: int = option("decode steps per graph launch", 1)
+    steps_per_launch: int = option("decode steps per graph launch", 1, min=1)
     buckets: str = option(
         "batch sizes to capture, such as 1,2,4; the largest is how many prompts run at once; "
         "default: for all prompts",
@@ -93,9 +93,9 @@ class Settings:
         "auto, fp32, bf16, fp16 (or float32, bfloat16, float16); auto: bf16 on a GPU, fp32 on a CPU", "auto"
     )
     device: str = option("auto, cpu, cuda, cuda:1", "auto")
-    max_seq_len: int = option("tokens per request, prompt included; 0: the model's, at most 2048", 0)
-    block_size: int = option("tokens per block of the cache", 16)
-    num_blocks: int = option("blocks of the cache; 0: enough for all prompts", 0)
+    max_seq_len: int = option("tokens per request, prompt included; 0: the model's, at most 2048", 0, min=0)
+    block_size: int = option("tokens per block of the cache", 16, min=1)
+    num_blocks: int = option("blocks of the cache; 0: enough for all prompts", 0, min=0)
     offline: bool = option("download nothing", False)
     as_json: bool = option("print one JSON document and nothing else", False, "--json")
     verbose: bool = option(

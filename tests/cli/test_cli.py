@@ -790,6 +790,19 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(talker: str, monkeypatch
     assert json.loads(alone.stdout)["outputs"][0]["text"] == second
 
 
+def test_ctrl_c_says_that_it_was_seen(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a line of its own: the text may have come as far as the middle of one."""
+
+    def interrupted(*_: Any) -> None:
+        print("hel", end="")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchpaged.cli.generate._stream", interrupted)
+    done = run("generate", "hello", "--model", folder)
+    assert (done.returncode, done.stdout) == (130, "hel")
+    assert done.stderr.endswith("\ninterrupted\n")
+
+
 def test_a_conversation_that_can_not_be(folder: str, talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, words in (
         (("--model", folder), "chat template"),

@@ -99,8 +99,10 @@ def main() -> Any:
             if variable.name in os.environ:
                 variables.get(variable.name)
         return app()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != 130:  # which typer makes of Ctrl-C
+            raise
+        print("\ninterrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except (TorchpagedError, OSError, ValueError) as error:
         if debug:

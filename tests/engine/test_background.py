@@ -135,15 +135,16 @@ def test_thirty_two_threads(llama: Any) -> None:
 def test_an_end_of_the_process_in_a_step_reaches_all_who_wait(
     llama: Any, want: list[list[int]], error: BaseException
 ) -> None:
-    """Four callers of three kinds, at a step at which all of them wait; a request that none waits for says
-    so when it is asked."""
+    """Four callers of three kinds, at a step at which all of them wait and which has a request that none
+    waits for: that one says so when it is asked."""
     with engine(llama, graphs=False, max_batch_size=8).start() as generator:
         background, raised = generator._calls.background, threading.Event()
         assert background is not None
 
         def fail(call: int) -> None:
             time.sleep(0.002)
-            if len(background._followers) == 4 and not raised.is_set():
+            alone = generator._calls.inbox.live
+            if len(background._followers) == 4 and alone and not raised.is_set():
                 raised.set()
                 raise error
 
@@ -403,7 +404,8 @@ def test_what_was_cancelled_and_is_not_read_is_given_up(
         assert len(generator._calls.inbox.ready) == NUM_UNREAD + 1
         with pytest.raises(ArgumentError, match="request_ids"):
             generator.stream([first])
-        assert [event.finish_reason for event in generator.stream([request])][-1] == "cancelled"
+        reason = [event.finish_reason for event in generator.stream([request])][-1]
+        assert reason == "cancelled" or (background and reason == "length"), "the loop may have been faster"
         assert tokens_of(generator.stream([kept])) == want[2]
         assert generator.pool.num_used == 0
 
@@ -486,9 +488,13 @@ def test_two_tasks_one_of_which_is_cancelled(started: Generator, want: list[list
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], [10_000]], ids=["queued", "refused"])
-def test_a_task_that_is_cancelled_while_its_request_is_queued(started: Generator, prompt: list[int]) -> None:
-    """A step, or another call, has the lock until then. What is refused is no error that asyncio logs."""
+def test_a_task_that_is_cancelled_while_its_request_is_queued(
+    started: Generator, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step, or another call, has the lock until then. What is refused is no error that asyncio logs. Steps
+    do nothing: the request might come to its end before the event loop's thread runs again."""
     logged: list[dict[str, Any]] = []
+    monkeypatch.setattr(started._stepper, "step", lambda: None)
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, what: logged.append(what))
@@ -503,7 +509,7 @@ def test_a_task_that_is_cancelled_while_its_request_is_queued(started: Generator
     asyncio.run(main())
     while started.has_unfinished:
         time.sleep(0.001)
-    assert started.stats.finished in ({"cancelled": 1}, {})
+    assert started.stats.finished == ({"cancelled": 1} if prompt == PROMPTS[0] else {})
     assert started.pool.num_used == 0
     gc.collect()
     assert not logged

@@ -4,6 +4,7 @@ one prompt at a time; what of its options the engine runs, and what is refused b
 import gc
 import inspect
 import re
+import threading
 import time
 from typing import Any
 
@@ -178,19 +179,25 @@ def test_sampling() -> None:
         assert [found[name], found[f"{name}__child#0"]] == [row, row]
 
 
-def test_a_manager_of_the_callers() -> None:
+def test_a_manager_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of their own sampling and lengths, streamed, cancelled, refused alone, and none of them
-    waiting for another; and the manager pauses."""
+    waiting for another; and the manager pauses. Its thread begins when one of them is cancelled, which would
+    have come to its end."""
     model, want = make("bamba"), eager("bamba")
     sizes = config(per_request_processors=True, max_blocks_per_request=16, **{PAGE: 4})
     sampling = greedy(do_sample=True, temperature=3.0, top_k=30)
     with model.continuous_batching_context_manager(sampling, continuous_batching_config=sizes) as manager:
         assert isinstance(manager.batch_processor, EngineBatches)
         assert manager.batch_processor.generator.max_seq_len == 64
+        prepare, begin = manager.batch_processor.prepare_next_batch, threading.Event()
+        monkeypatch.setattr(
+            manager.batch_processor, "prepare_next_batch", lambda: begin.wait(60) and prepare()
+        )
         top = {"top_k": 1, "eos_token_id": -1}
         one = manager.add_request(PROMPTS[1], streaming=True, max_new_tokens=5, **top)
         manager.add_request(PROMPTS[0], request_id="long", max_new_tokens=50, **top)
         manager.cancel_request("long")
+        begin.set()
         if hasattr(manager, "pause"):  # not in transformers 5.17
             with manager.pause():
                 time.sleep(0.01)

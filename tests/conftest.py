@@ -173,7 +173,7 @@ def interpreter() -> None:
     import numpy
 
     probe = Path(__file__).parent / "support/probe_interpreter.py"
-    done = python(str(probe), timeout=120, TRITON_INTERPRET="1")
+    done = python(str(probe), TRITON_INTERPRET="1")
     if done.returncode:
         assert "only 0-dimensional arrays can be converted" in done.stderr, done.stderr
         pytest.skip(

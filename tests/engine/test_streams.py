@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,7 +230,7 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
     lock._queue, lock.__class__ = Queue(), Traced
     other = threading.Thread(target=generator.step, daemon=True)
     other.start()
-    other.join(20)
+    other.join(100)
     assert left, "it waits for the lock that it holds"
     assert not other.is_alive(), "it waits for the lock that it holds"
     assert_unharmed(generator, want)
@@ -329,7 +330,7 @@ def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
         patch.setattr(generator._calls.lock, "_lock", Interrupted())
         generator.step()
     naps: list[float] = []
-    monkeypatch.setattr("torchpaged.engine.call_lock.time.sleep", naps.append)
+    monkeypatch.setattr("torchpaged.engine.call_lock.time", SimpleNamespace(sleep=naps.append))
     other = threading.Thread(target=generator.generate, args=(PROMPTS[:1], EACH[0]))
     other.start()
     other.join(100)

@@ -166,7 +166,7 @@ def test_a_killed_worker_takes_what_it_started_along(planted: dict[str, str]) ->
 def test_when_the_time_is_up_running_cases_are_cut_and_others_not_begun(planted: dict[str, str]) -> None:
     with WorkerPool("planted:phases", workers=2, environment=planted) as pool:
         outcomes = list(
-            pool.run(({"n": n, "phases": [("launching", 600)]} for n in range(4)), seconds=8, reserve=7.5)
+            pool.run(({"n": n, "phases": [("launching", 600)]} for n in range(4)), seconds=8, reserve=1.0)
         )
     assert [outcome.kind for outcome in outcomes] == ["cut", "cut"]
 

@@ -28,7 +28,7 @@ class Kernel:
 
     def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
         if self.meeting is not None:
-            self.meeting.wait(30)
+            self.meeting.wait(200)
         if self.error:
             raise RuntimeError(self.error)
         self.compiled.append((arguments, grid, options))

@@ -28,7 +28,8 @@ from many_threads import in_threads, random_requests, run_threads
 
 from torchpaged import ArgumentError, ClosedError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.calls import NUM_UNREAD
+from torchpaged.engine.calls import NUM_UNREAD, Calls
+from torchpaged.engine.sequence import Inbox
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
@@ -321,6 +322,21 @@ def test_close_in_the_middle_of_streams(llama: Any) -> None:
     with pytest.raises(ClosedError):
         generator.submit(PROMPTS[0])
     assert "torchpaged steps" not in {thread.name for thread in set(threading.enumerate()) - others}
+
+
+def test_a_loop_that_ends_between_two_looks_at_it(started: Generator) -> None:
+    """Of a call that has no lock yet: under a tracer, and where Python has none itself."""
+
+    class Ends(Calls):
+        background = property(lambda self: vars(self).pop("loop", None))  # type: ignore[assignment]
+
+    calls, loop = started._calls, started._calls.background
+    for look in (lambda: calls._forked_from(), lambda: list(calls._events(Inbox()))):
+        vars(calls)["loop"], calls.__class__ = loop, Ends
+        try:
+            assert not look()
+        finally:
+            calls.__class__ = Calls
 
 
 def test_a_generator_that_is_dropped_ends_its_thread_behind_its_streams(

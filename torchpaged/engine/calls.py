@@ -122,7 +122,8 @@ class Calls:
 
     def _forked_from(self) -> int | None:
         """The process that has the threads of this generator, where this one was forked from it."""
-        process = self._disk_process if self.background is None else self.background.process
+        background = self.background  # once: without the lock it may end in between
+        process = self._disk_process if background is None else background.process
         return None if process == os.getpid() else process
 
     def require_own_process(self) -> None:
@@ -193,9 +194,10 @@ class Calls:
         """
         self.require_open()
         self.require_own_process()
-        if self.background is None:
+        background = self.background
+        if background is None:
             raise TorchpagedError(f"{call}: no background loop makes steps; call start() first")
-        return self.background
+        return background
 
     def claim(self, request_ids: list[int], inbox: Inbox) -> None:
         """Make ``inbox`` the owner of these submitted requests; the caller holds the lock.
@@ -275,8 +277,8 @@ class Calls:
 
     def _events(self, inbox: Inbox) -> Iterable[TokenEvent]:
         """Those that ``inbox`` has, or else gets by a step; of a background loop all to come."""
-        if self.background is not None:
-            return self.background.follow(inbox)
+        if (background := self.background) is not None:
+            return background.follow(inbox)
         with self.entered(if_closed=True):
             if not inbox.waiting:
                 self.require_open()

@@ -2,9 +2,8 @@
 
 Ops of attention, of states and of a step's end read lengths, tables, slots or keys before the kernels ahead
 of them have ended (docs/stream_order.md). That is right as long as what wrote these did not let its
-dependents start. Kernels that Inductor makes may hold such a write, a copy or an
-addition that it moved in front of the op; with its programmatic launch on, they let dependents start before
-they have stored anything.
+dependents start. Kernels that Inductor makes may hold such a write, a copy or an addition that it moved in
+front of the op; with its programmatic launch on, they let dependents start before they have stored anything.
 """
 
 import sys

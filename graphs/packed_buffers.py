@@ -28,8 +28,13 @@ from torchpaged.metadata.tree import MAX_TREE_TOKENS, known_trees
 
 #: Fields in the order of their memory.
 _ORDER = (
-    *("input_ids", "positions", "slot_mapping", "logits_indices"),
-    *("seq_lens", "query_start_loc", "block_table"),
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "logits_indices",
+    "seq_lens",
+    "query_start_loc",
+    "block_table",
 )
 Trees = Sequence[Sequence[int] | None]
 

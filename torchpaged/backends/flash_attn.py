@@ -37,8 +37,13 @@ MODULE = "flash_attn_interface"
 INSTALL = "pip install tokenspeed-fa3 (Hopper, CUDA 13), or build FlashAttention's hopper/ folder"
 #: Parameters of ``flash_attn_with_kvcache`` without which the package is another one, or too old.
 NEEDED = (
-    *("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q"),
-    *("scheduler_metadata", "num_splits", "return_softmax_lse"),
+    "cache_seqlens",
+    "page_table",
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "scheduler_metadata",
+    "num_splits",
+    "return_softmax_lse",
 )
 _MOST_SPLITS = 32
 _MOST_BYTES = 1 << 28  # of partial results, which the library allocates for every call

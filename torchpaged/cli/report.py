@@ -15,8 +15,16 @@ from torchpaged.custom_ops import native_status
 from torchpaged.custom_ops.variables import VARIABLES
 
 _PACKAGES = (
-    *("torchpaged", "torch", "triton", "transformers", "flashinfer-python"),
-    *("gguf", "nvtx", "numpy", "safetensors", "tokenizers"),
+    "torchpaged",
+    "torch",
+    "triton",
+    "transformers",
+    "flashinfer-python",
+    "gguf",
+    "nvtx",
+    "numpy",
+    "safetensors",
+    "tokenizers",
 )
 
 

@@ -18,8 +18,14 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 _SAMPLING = (
-    *("max_new_tokens", "temperature", "top_k", "top_p"),
-    *("min_p", "repetition_penalty", "seed", "ignore_eos"),
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
 )
 
 

@@ -72,8 +72,19 @@ class PackedCall:
             q_each = q_scale.expand(num_reqs, num_kv_heads)
         longest = max(max_query_len, 1) if type(max_query_len) is int else max_query_len
         scaled = {**options, "k_scale": k_scale, "v_scale": v_scale}
-        batch = block_table, seq_lens, query_start_loc
-        return cls(q, k_cache, v_cache, *batch, longest, scaled, q_each, k_each, v_each)
+        return cls(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            longest,
+            scaled,
+            q_each,
+            k_each,
+            v_each,
+        )
 
     def run(self, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Attend. ``out``: ``[num_tokens, num_heads, head_dim_v]`` to write into. Returns it and the LSE

@@ -134,10 +134,23 @@ def flash_attn_with_kvcache(
         pack_gqa=pack_gqa,
         sm_margin=sm_margin or None,
     )
-    rotary = rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
-    table = _one_of("page_table", page_table, "block_table", block_table)
-    starts = cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
-    tokens = CacheTokens(q, k_cache, v_cache, k, v, *rotary, cache_seqlens, cache_batch_idx, table, *starts)
+    tokens = CacheTokens(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        rotary_seqlens,
+        cache_seqlens,
+        cache_batch_idx,
+        _one_of("page_table", page_table, "block_table", block_table),
+        cu_seqlens_q,
+        cu_seqlens_k_new,
+        max_seqlen_q,
+    )
     sink_logits = _one_of("sinks", sinks, "s_aux", s_aux)
     options = options_of(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink_logits, attention_chunk

@@ -123,8 +123,18 @@ class FusionReport:
 #: Ops that give memory or another view of it, and launch nothing; views are known by their schema.
 _WITHOUT_KERNEL = frozenset(
     {
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"),
-        *("lift_fresh", "detach", "_local_scalar_dense", "is_same_size", "sym_size", "item"),
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "lift_fresh",
+        "detach",
+        "_local_scalar_dense",
+        "is_same_size",
+        "sym_size",
+        "item",
     }
 )
 

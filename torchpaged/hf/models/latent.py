@@ -207,8 +207,14 @@ def _layer(owner: Any, index: int, config: Any, template: Any) -> LatentLayer | 
 register_family(
     Family(
         (
-            *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-            *("longcat_flash", "minicpm3", "sarvam_mla", "youtu"),
+            "axk1",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "longcat_flash",
+            "minicpm3",
+            "sarvam_mla",
+            "youtu",
         ),
         needs_dense=(
             "expands its cached latents to keys and values before it attends; torchpaged.hf.attach(model) "

@@ -57,7 +57,9 @@ def _told_by_class(model_class: type[PreTrainedModel]) -> tuple[bool, bool]:
 def _told(model_type: str) -> tuple[bool, bool]:
     """`_told_by_class`; what most models are of a type that transformers does not know, or not yet."""
     found = class_of(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else None
-    return (False, True) if found is None else _told_by_class(found)
+    if found is None:
+        return False, True
+    return _told_by_class(found)  # type: ignore[arg-type]  # mypy: type[Any] is not Hashable
 
 
 @torch.compiler.assume_constant_result

@@ -74,7 +74,7 @@ def mean(rows: Iterable[dict[str, Any]]) -> list[str]:
             )
     for row in rows:
         for peer, reason in void(row).items():
-            parts.append(f"{short(row['case'])} is void: {COLUMNS[peer]}: {reason.split('.')[0]:.90}.")
+            parts.append(f"{short(row['case'])} is void: {COLUMNS[peer]}: {reason.split('.')[0]}.")
     return textwrap.wrap(" ".join(parts), 110, break_long_words=False, break_on_hyphens=False)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.cache import LatentLayerSpec
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.hf import PagedCache, attach, detach, fuse, paged, unfuse
 from torchpaged.hf.families import FAMILIES
 
 
@@ -189,8 +189,12 @@ def test_the_engine_keeps_latents_too(youtu: Any) -> None:
     want = youtu.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, prompt.shape[1] :]
     sizes: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "prefill_chunk_size": 8}
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    with pytest.raises(UnsupportedModelError, match=r"call torchpaged\.hf\.attach\(model\) first"):
-        Generator(youtu, **sizes)
+    for fuses in (False, True):
+        if fuses:
+            fuse(youtu, count=False)
+        with pytest.raises(UnsupportedModelError, match=r"call torchpaged\.hf\.attach\(model\) first"):
+            Generator(youtu, **sizes)
+    unfuse(youtu)
     attach(youtu)
     generator = Generator(youtu, **sizes)
     assert all(isinstance(spec, LatentLayerSpec) for spec in generator.model.kv_cache.layers)

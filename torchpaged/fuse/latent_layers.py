@@ -31,6 +31,11 @@ class LatentPlan(AttentionPlan):
 
     absorbs = True
 
+    def cached(self, cache: Any) -> Any:
+        """See `MixerPlan`; None of a model that is not attached, whose cache keeps keys and values."""
+        layer = super().cached(cache)
+        return layer if layer is not None and layer.latent else None
+
     def plan(self) -> None:
         """See `MixerPlan`."""
         attn = self.mixer

@@ -64,9 +64,9 @@ def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def takes_few_tokens(module: nn.Module) -> bool:
-    """Whether a module runs that forward, which is its class's but for the order of sums; or, from a pickle,
-    its class's."""
-    return getattr(vars(module).get("forward"), "__func__", None) in (forward, nn.Linear.forward)
+    """Whether a module runs that forward, which is its class's but for the order of sums; or, from a pickle
+    of one of ours, its class's."""
+    return getattr(vars(module).get("forward"), "__func__", None) in (forward, type(module).forward)
 
 
 def own_forward(module: Any) -> Any:

@@ -2,6 +2,7 @@
 are used again, and what is refused."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -166,6 +167,19 @@ def test_a_second_engine_over_a_model_leaves_the_first_its_forwards() -> None:
     second = Generator(model, **SIZES)
     for engine in (first, second, first):
         assert tokens(engine) == eager("bamba")
+
+
+@pytest.mark.parametrize("name", ["lfm2", "minimax", "recurrent_gemma"])
+def test_a_model_that_an_engine_holds_is_pickled(name: str) -> None:
+    model, params = model_of(name).eval(), SamplingParams(max_new_tokens=3, ignore_eos=True)
+    with Generator(model, max_batch_size=1, max_seq_len=32) as engine:
+        want = engine.generate([[5, 9, 3]], params)[0].token_ids
+        loaded = pickle.loads(pickle.dumps(model))
+    for change in (lambda _: None, attach, detach):
+        change(loaded)
+        with Generator(loaded, max_batch_size=1, max_seq_len=32) as engine:
+            assert all(map(is_packed, mixers_of(loaded)))
+            assert engine.generate([[5, 9, 3]], params)[0].token_ids == want
 
 
 def test_the_model_still_runs_as_transformers_has_it() -> None:

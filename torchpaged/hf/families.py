@@ -122,6 +122,8 @@ def register_family(family: Family) -> None:
     taken = {*FAMILIES} & {*family.types} | {name for known, new in tables for name in {*known} & {*new}}
     if taken:
         raise ArgumentError("family", "types and classes that no other family has", str(sorted(taken)))
+    for forward in family.packed.values():
+        forward.__name__ = "forward"  # a pickle of a method has its name, by which its class's is found
     FAMILIES.update(dict.fromkeys(family.types, family))
     for known, new in tables:
         known.update(new)

@@ -91,6 +91,7 @@ def test_attached_it_may_gather_all_the_same(youtu: Any, want: torch.Tensor) -> 
 def test_a_copy_attends_by_its_own_weights(youtu: Any, want: torch.Tensor) -> None:
     attach(youtu)
     twin = copy.deepcopy(youtu)
+    assert not cache_of(twin).dense
     with torch.no_grad():
         for module in youtu.modules():
             if hasattr(module, "kv_b_proj"):

@@ -455,17 +455,17 @@ def test_autocast() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0.05, atol=0.05 * float(want.abs().max()))
 
 
-def test_copies() -> None:
-    """Of a cache: an unused one runs, a used one is refused. Of an attached model: with transformers' own
-    states."""
-    model = attach(model_of("lfm2"))
+@pytest.mark.parametrize("name", ["lfm2", "minimax"])
+def test_copies(name: str) -> None:
+    """Of a cache: an unused one runs, a used one is refused. Of an attached model: as the model."""
+    model = attach(model_of(name))
     cache = copy.deepcopy(cached(model))
-    assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=cache), eager("lfm2"))
+    assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=cache), eager(name))
     with pytest.raises(Exception, match="can't be copied"):
         copy.deepcopy(cache)
     copied = copy.deepcopy(model)
     got = copied.generate(**prompts(), **GREEDY, past_key_values=cached(copied))
-    assert torch.equal(got, eager("lfm2"))
+    assert torch.equal(got, eager(name))
 
 
 @pytest.mark.parametrize("attached", [False, True])

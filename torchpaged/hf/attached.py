@@ -22,11 +22,22 @@ from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, fami
 from torchpaged.hf.row_refusals import require_left
 
 MARK = "_torchpaged_own_attention"
-#: What a module may keep with it, as long as it is attached: its slopes, and whether its latents pass.
-SLOPES, PASSES = "_torchpaged_slopes", "_torchpaged_passes"
+#: What a module may keep with it, as long as it is attached: its slopes, whether its latents pass, and, of
+#: the model, `_Given`.
+SLOPES, PASSES, _CONFIG = "_torchpaged_slopes", "_torchpaged_passes", "_torchpaged_given"
 # Configs of attached models with functions of their family, by their id. Configs compare by their contents
 # and have no hash.
 _GIVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class _Given:
+    """Remembers a config, and that of a copy of its model."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = _GIVEN[id(config)] = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Given":
+        return _Given(copy.deepcopy(self._config, memo))
 
 
 class Replaced:
@@ -127,7 +138,7 @@ def give_functions(model: PreTrainedModel) -> None:
     functions = family_of(config.model_type).functions(model)
     put_in({**functions, **_other_modules(model)})
     if functions:
-        _GIVEN[id(config)] = config
+        setattr(model, _CONFIG, _Given(config))
 
 
 def give_traceable(model: PreTrainedModel) -> dict[Any, tuple[str, Any]]:
@@ -205,6 +216,7 @@ def require_ours(model: PreTrainedModel) -> None:
 def take_out(model: PreTrainedModel) -> None:
     """Take the functions out again; what was on the instance before them comes back."""
     _GIVEN.pop(id(model.config.get_text_config(decoder=True)), None)
+    vars(model).pop(_CONFIG, None)
     for module in model.modules():
         if hasattr(module, MARK):
             replaced: dict[str, Replaced] = getattr(module, MARK)

@@ -811,6 +811,9 @@ def test_a_conversation_that_can_not_be(folder: str, talker: str, monkeypatch: p
         done = conversation(monkeypatch, ["hello"], *arguments)
         assert done.returncode == 2
         assert words in done.stderr
+    done = conversation(monkeypatch, [], "-", "--model", talker)
+    assert done.returncode == 2
+    assert "expected text" in done.stderr
 
 
 def test_a_prompt_that_is_no_utf8_leaves_the_others(folder: str) -> None:

@@ -70,7 +70,8 @@ def _run(settings: Settings, sampling: SamplingParams) -> int:
     elif "-" in settings.prompts:
         if (count := len(settings.prompts)) > 1:
             raise ArgumentError("PROMPTS", "- alone, for the lines of stdin", f"it among {count}")
-        settings = dataclasses.replace(settings, prompts=lines_of_stdin())
+        # no lines: refused as an empty prompt, since --chat without prompts is a conversation
+        settings = dataclasses.replace(settings, prompts=lines_of_stdin() or [""])
         settings.check()
     if not settings.model:
         model = ensure_smollm2(offline=settings.offline, progress=not settings.as_json)

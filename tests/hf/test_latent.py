@@ -88,6 +88,14 @@ def test_attached_it_may_gather_all_the_same(youtu: Any, want: torch.Tensor) -> 
         assert difference(logits(youtu, cache), want) == "right"
 
 
+def test_one_of_two_models_of_a_config_is_detached(youtu: Any) -> None:
+    other = attach(type(youtu)(youtu.config))
+    detach(attach(youtu))
+    assert not cache_of(other).dense
+    detach(other)
+    assert cache_of(other).dense
+
+
 def test_a_copy_attends_by_its_own_weights(youtu: Any, want: torch.Tensor) -> None:
     attach(youtu)
     twin = copy.deepcopy(youtu)

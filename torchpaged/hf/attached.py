@@ -25,19 +25,24 @@ MARK = "_torchpaged_own_attention"
 #: What a module may keep with it, as long as it is attached: its slopes, whether its latents pass, and, of
 #: the model, `_Given`.
 SLOPES, PASSES, _CONFIG = "_torchpaged_slopes", "_torchpaged_passes", "_torchpaged_given"
-# Configs of attached models with functions of their family, by their id. Configs compare by their contents
-# and have no hash.
-_GIVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# What attached models with functions of their family hold, by the id of their config, which several may have.
+# Configs compare by their contents and have no hash.
+_GIVEN: "weakref.WeakValueDictionary[int, _Given]" = weakref.WeakValueDictionary()
 
 
 class _Given:
-    """Remembers a config, and that of a copy of its model."""
+    """A config is that of attached models, as long as one of them holds this; so is that of a copy."""
 
     def __init__(self, config: Any) -> None:
-        self._config = _GIVEN[id(config)] = config
+        self._config = config
+
+    @classmethod
+    def of(cls, config: Any) -> "_Given":
+        """The one of that config."""
+        return _GIVEN.setdefault(id(config), cls(config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Given":
-        return _Given(copy.deepcopy(self._config, memo))
+        return _Given.of(copy.deepcopy(self._config, memo))
 
 
 class Replaced:
@@ -138,7 +143,7 @@ def give_functions(model: PreTrainedModel) -> None:
     functions = family_of(config.model_type).functions(model)
     put_in({**functions, **_other_modules(model)})
     if functions:
-        setattr(model, _CONFIG, _Given(config))
+        setattr(model, _CONFIG, _Given.of(config))
 
 
 def give_traceable(model: PreTrainedModel) -> dict[Any, tuple[str, Any]]:
@@ -156,7 +161,7 @@ def give_traceable(model: PreTrainedModel) -> dict[Any, tuple[str, Any]]:
 def was_given_functions(config: Any) -> bool:
     """Whether a model of this text config, the very object, is attached and has the functions of its
     family."""
-    return _GIVEN.get(id(config)) is config
+    return id(config) in _GIVEN
 
 
 def _by_name(made: Function | Functions | None) -> dict[str, Any]:
@@ -215,7 +220,6 @@ def require_ours(model: PreTrainedModel) -> None:
 
 def take_out(model: PreTrainedModel) -> None:
     """Take the functions out again; what was on the instance before them comes back."""
-    _GIVEN.pop(id(model.config.get_text_config(decoder=True)), None)
     vars(model).pop(_CONFIG, None)
     for module in model.modules():
         if hasattr(module, MARK):

@@ -18,7 +18,7 @@ from torchpaged.engine import Generator, SamplingParams
 WAYS = ("generate", "samples", "stream", "events", "cancel", "leave", "forget")
 
 
-def in_threads(works: Sequence[Callable[[], None]], seconds: float = 90) -> None:
+def in_threads(works: Sequence[Callable[[], None]], seconds: float = 250) -> None:
     """Run all side by side; raises what one of them raised, and where one hangs."""
     wrong: list[BaseException] = []
 

@@ -667,6 +667,8 @@ def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> No
     for options, words in (
         (("--backend", "nope"), "backend: expected one of auto, cuda"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected"),
+        (("--model", ""), "Invalid value for '--model': expected text, got none"),
+        (("--output", ""), "Invalid value for '--output': expected text, got none"),
         (("--block-size", "0"), "Invalid value for '--block-size'"),
         (("--num-blocks", "-1"), "Invalid value for '--num-blocks'"),
         (("--max-seq-len", "-1"), "Invalid value for '--max-seq-len'"),

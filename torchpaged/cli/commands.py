@@ -30,7 +30,8 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
         required = field.default is dataclasses.MISSING
         by_place = field.metadata["argument"]
         default = inspect.Parameter.empty if required else field.default
-        asked = typer.Argument(help=words) if by_place else typer.Option(*flags, help=words, **limits)
+        given = {"callback": _require_text} if default == "" else limits
+        asked = typer.Argument(help=words) if by_place else typer.Option(*flags, help=words, **given)
         parameters.append(
             inspect.Parameter(
                 field.name,
@@ -43,6 +44,14 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     return command
+
+
+def _require_text(context: typer.Context, parameter: typer.CallbackParam, value: str) -> str:
+    """Refuse an empty text that was typed, as of a shell's variable that is not set: it is no default."""
+    source = context.get_parameter_source(str(parameter.name))
+    if not value and source is not None and source.name == "COMMANDLINE":  # typer has a click of its own
+        raise typer.BadParameter("expected text, got none; leave the option out for its default")
+    return value
 
 
 def show(line: str, to: TextIO | None = None) -> None:

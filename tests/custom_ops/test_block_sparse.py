@@ -48,6 +48,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_many_rows_pass_over_what_all_of_them_do_not_see(dtype: torch.dtype) -> None:
+    """Products of whole tiles have weights of 0 there, and 0 * NaN is NaN."""
+    sizes: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 1, "head_dim": 32, "dtype": dtype}
+    batch, pattern = make_batch(BatchSpec("many", (300,), (1,)), **sizes), BlockSparse(16, 1, 3)
+    assert_as_oracle(CPU, batch, block_sparse=pattern)
+    clean = run_paged_attention(CPU, batch, block_sparse=pattern)
+    keys, size = torch.arange(300), batch.k_cache.shape[1]
+    hidden = keys[~Mask(block_sparse=pattern).sees(torch.tensor(299), keys, torch.tensor(0))]
+    blocks = batch.block_table[0, hidden // size].long()
+    batch.k_cache[blocks, hidden % size] = batch.v_cache[blocks, hidden % size] = torch.nan
+    for got, want in zip(run_paged_attention(CPU, batch, block_sparse=pattern), clean, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_the_mask_is_what_its_definition_says() -> None:
     heads, length = torch.arange(4), 40
     position = torch.arange(length)

@@ -175,7 +175,7 @@ class Products {
   // Whether scores [rows, KEYS] are those of the `count` keys that have a bit in `any`. What stands in the
   // others' places means nothing.
   bool score(const T* const* keys, const T* const* values, const uint64_t* any, int64_t count,
-             float* scores) {
+             int64_t /*seeing*/, float* scores) {
     if (!usable) return false;
     bool finite = true;
     const bool latent = keys[0] == values[0];

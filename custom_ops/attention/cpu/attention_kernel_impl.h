@@ -2,6 +2,7 @@
 // ROW_TILE. ROW_TILE x 4 accumulators must fit the register file (16 of 32 with AVX-512, 8 of 16 with AVX2).
 #include <algorithm>
 #include <cmath>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -15,9 +16,24 @@ using namespace torchpaged;
 constexpr float NEG_INF = -__builtin_inff();
 constexpr int64_t WIDE_ROWS = 2 * ROW_TILE;  // query rows for which a tile's numbers are converted once
 
+// Memory from a line of cache on: loads of vectors that cross lines take up to 2.5 times as long.
+template <typename T>
+struct FromLine {
+  typedef T value_type;
+  FromLine() = default;
+  template <typename U> FromLine(const FromLine<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  template <typename U> bool operator==(const FromLine<U>&) const { return true; }
+  template <typename U> bool operator!=(const FromLine<U>&) const { return false; }
+};
+template <typename T> using Aligned = std::vector<T, FromLine<T>>;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 // Scratch that lives as long as its thread: allocation per work item would cost more than a short decode.
 struct Scratch {
-  std::vector<float> q, scores, acc, keys, values;
+  Aligned<float> q, scores, acc, keys, values;
   std::vector<float> maximum, total;
 };
 thread_local Scratch scratch;
@@ -37,24 +53,26 @@ const T* query_at(const Problem& p, const WorkItem& w, int64_t row) {
          w.head(row) * p.q_head;
 }
 
+// Rows of a tile as floats in `memory`, `at` their places: where many query rows read them, each number is
+// converted once. Of fp16, which a load converts, it pays where numbers are read one by one alone.
+template <typename T>
+void widen(const T* const* rows, int64_t count, int64_t width, Aligned<float>* memory, const float** at) {
+  memory->resize(count * width);
+  for (int64_t i = 0; i < count; ++i) {
+    float* const to = memory->data() + i * width;
+    int64_t d = 0;
+    for (; d + VEC_WIDTH <= width; d += VEC_WIDTH) store(to + d, load(rows[i] + d));
+    for (; d < width; ++d) to[d] = to_float(rows[i][d]);
+    at[i] = to;
+  }
+}
+
 }  // namespace
 
 #ifdef __AMX_BF16__
 #include "amx_products.h"
 #else
-namespace {
-
-// In the place of amx_products.h and, but for bf16, of bf16_products.h: vectors do it all.
-template <typename T>
-struct Products {
-  static constexpr int64_t KEYS = TILE_KV, ROWS = ROW_TILE;
-  static int64_t row_size(int64_t width) { return (width + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH; }
-  Products(const Problem&, const WorkItem&) {}
-  bool score(const T* const*, const T* const*, const uint64_t*, int64_t, float*) { return false; }
-  void weigh(const float*, float*, int64_t) {}
-};
-
-}  // namespace
+#include "float_products.h"
 #ifdef __AVX512BF16__
 #include "bf16_products.h"
 #endif
@@ -168,20 +186,6 @@ bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
   return false;
 }
 
-// Rows of a tile as floats in `memory`, `at` their places: where many query rows read them, each number of
-// bf16 is converted once. Of fp16, which a load converts, that would be slower.
-template <typename T>
-void widen(const T* const* rows, int64_t count, int64_t width, std::vector<float>* memory, const float** at) {
-  memory->resize(count * width);
-  for (int64_t i = 0; i < count; ++i) {
-    float* const to = memory->data() + i * width;
-    int64_t d = 0;
-    for (; d + VEC_WIDTH <= width; d += VEC_WIDTH) store(to + d, load(rows[i] + d));
-    for (; d < width; ++d) to[d] = to_float(rows[i][d]);
-    at[i] = to;
-  }
-}
-
 template <typename T>
 void scale_queries(const Problem& p, const WorkItem& w, int64_t padded_dim, int64_t padded_rows) {
   scratch.q.assign(padded_rows * padded_dim, 0.0f);
@@ -210,9 +214,9 @@ void each_seeing(const uint64_t* seen, int64_t rows, Body body) {
 template <typename T>
 void run_item(const Problem& p, const WorkItem& w) {
   const int64_t rows = w.rows(), kv_head = w.first_head / (p.num_heads / p.num_kv_heads);
-  const int64_t padded_dim = (p.head_dim + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
+  const int64_t padded_dim = round_up(p.head_dim, VEC_WIDTH);
   const int64_t stride = Products<T>::row_size(p.head_dim_v), tile_rows = Products<T>::ROWS;
-  const int64_t padded_rows = (rows + tile_rows - 1) / tile_rows * tile_rows;
+  const int64_t padded_rows = round_up(rows, tile_rows);
   const int64_t start = p.query_start_loc[w.request], query_len = p.query_start_loc[w.request + 1] - start;
   const int64_t seq_len = p.seq_lens[w.request];
   const int32_t* table = p.block_table + w.request * p.table_row;
@@ -242,11 +246,12 @@ void run_item(const Problem& p, const WorkItem& w) {
       any_word |= any[word];
     }
     if (!any_word) continue;
+    const int64_t seeing = rows - std::count(seen[0], seen[0] + rows, uint64_t(0));
     for (int64_t i = 0; i < count; ++i) {
       keys[i] = row_at<T>(p.k_cache, p, table, tile + i, kv_head, false);
       values[i] = row_at<T>(p.v_cache, p, table, tile + i, kv_head, true);
     }
-    const bool in_tiles = products.score(keys, values, any, count, s.scores.data());
+    const bool in_tiles = products.score(keys, values, any, count, seeing, s.scores.data());
     if (!in_tiles) {
       if (s.q.empty()) scale_queries<T>(p, w, padded_dim, padded_rows);
       const auto score = [&](auto** rows_of_keys) {

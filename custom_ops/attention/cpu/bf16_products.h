@@ -6,7 +6,7 @@
 namespace {
 
 // Queries, padded with zeros; pairs of values of two keys, by column; pairs of weights.
-struct PairScratch { std::vector<uint16_t> q; std::vector<uint32_t> values, weights; };
+struct PairScratch { Aligned<uint16_t> q; Aligned<uint32_t> values, weights; };
 thread_local PairScratch pair_scratch;
 
 // The first n of 16 numbers at p, zeros behind them.
@@ -37,7 +37,7 @@ class Products<bf16> {
   // Whether scores [rows, KEYS] are those of the `count` keys that have a bit in `any`. What stands in the
   // others' places means nothing.
   bool score(const bf16* const* keys, const bf16* const* values, const uint64_t* any, int64_t count,
-             float* scores) {
+             int64_t /*seeing*/, float* scores) {
     if (!usable) return false;
     pairs = (count + 1) / 2;
     for (int64_t i = 0; i < pairs; ++i) pack(values, *any >> 2 * i, 2 * i);

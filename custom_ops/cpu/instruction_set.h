@@ -31,17 +31,19 @@ inline bool has_bf16_products() {
 }
 #endif
 
-// Whether an AVX-512 instruction takes units of 256 bits twice, as in a Zen 4.
-inline bool has_half_width_units() {
+// Whether products of several tokens keep memory waiting unless it is asked ahead: with AVX-512, on a Zen 4,
+// which takes units of 256 bits twice, and on Intel's.
+inline bool asks_ahead() {
 #if defined(__x86_64__)
-  static const bool has = [] {
+  static const bool asks = [] {
     constexpr unsigned ZEN_4 = 0x19;  // family, Zen 3's too
     unsigned a = 0, b, c, d;
     __get_cpuid(1, &a, &b, &c, &d);
     const unsigned family = (a >> 8 & 15) + (a >> 20 & 255);
-    return instruction_level() == 2 && __builtin_cpu_is("amd") && family == ZEN_4;
+    return instruction_level() == 2 &&
+           (__builtin_cpu_is("intel") || (__builtin_cpu_is("amd") && family == ZEN_4));
   }();
-  return has;
+  return asks;
 #else
   return false;
 #endif

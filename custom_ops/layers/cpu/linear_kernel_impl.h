@@ -13,7 +13,7 @@ namespace {
 // The first token goes along while a panel of the weight comes from memory, row by row, as processors fetch
 // ahead by themselves where little is computed. The others find the panel in the second cache.
 //
-// Where they compute at half the rate (`Linear::ahead`), several tokens go along at once, and each row asks
+// Where that loses (`Linear::ahead`, instruction_set.h), several tokens go along at once, and each row asks
 // for one that comes later: the second cache then has it in time.
 constexpr int64_t PANEL = int64_t(1) << 17;  // bytes
 constexpr int64_t PANEL_ROWS = 48, AHEAD_ROWS = 24;

@@ -209,8 +209,12 @@ class BackgroundLoop:
         follower = _Follower(lambda item: here.call_soon_threadsafe(news.put_nowait, item), True)
         # In a thread of its own: the lock may be held by a step.
         claim = here.run_in_executor(None, self._add, inbox, follower, take)
+        # asyncio logs an error that is not asked for, as that of a call whose task was cancelled; so does
+        # asyncio.shield from Python 3.14 on.
+        claim.add_done_callback(asyncio.Future.exception)
         try:
-            await asyncio.shield(claim)
+            await asyncio.wait([claim])  # a cancelled wait leaves it as it is
+            claim.result()
             more = True
             while more:
                 events, more = _read(await news.get())
@@ -222,7 +226,6 @@ class BackgroundLoop:
                 self._leave(inbox)
             else:
                 claim.add_done_callback(lambda _: self._leave(inbox))
-                claim.add_done_callback(asyncio.Future.exception)  # or else asyncio logs an error
             raise
 
     def _leave(self, inbox: Inbox) -> None:

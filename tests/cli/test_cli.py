@@ -560,12 +560,13 @@ def test_an_adapter_over_a_model(folder: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("hello"), done.stderr
 
 
-def test_a_name_that_is_no_folder() -> None:
+@pytest.mark.parametrize("name", ["nope/nope", "n" * 5000], ids=["nope", "long"])
+def test_a_name_that_is_no_folder(name: str) -> None:
     """It is looked for on the hub, whose errors do not say that nothing lies here."""
     from torchpaged.cli.model import reading
 
-    words = r"got 'nope/nope', no file or folder here: OSError: no network"
-    with pytest.raises(ValueError, match=words), reading("nope/nope", "a config"):
+    words = f"got '{name}', no file or folder here: OSError: no network"
+    with pytest.raises(ValueError, match=words), reading(name, "a config"):
         raise OSError("no network")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def reading(model: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         first = textwrap.shorten(str(error), 240, placeholder=" ...")
-        got = repr(model) if Path(model).exists() else f"{model!r}, no file or folder here"
+        got = repr(model) if os.path.exists(model) else f"{model!r}, no file or folder here"
         raise ValueError(
             f"--model: expected {what} that transformers can read, got {got}: {type(error).__name__}: {first}"
         ) from error

@@ -66,7 +66,8 @@ def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
 def takes_few_tokens(module: nn.Module) -> bool:
     """Whether a module runs that forward, which is its class's but for the order of sums; or, from a pickle
     of one of ours, its class's."""
-    return getattr(vars(module).get("forward"), "__func__", None) in (forward, type(module).forward)
+    own = getattr(vars(module).get("forward"), "__func__", None)
+    return own is not None and own in (forward, type(module).forward)  # a scripted module's class has none
 
 
 def own_forward(module: Any) -> Any:

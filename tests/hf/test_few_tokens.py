@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.nn import functional as F
 
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.few_tokens import MAX_TOKENS, of_few_tokens, takes_few_tokens
+from torchpaged.few_tokens import MAX_TOKENS, of_few_tokens, own_forward, takes_few_tokens
 from torchpaged.hf import PagedCache, attach, detach, fuse, unfuse
 
 pytestmark = pytest.mark.usefixtures("large")
@@ -184,3 +184,14 @@ def test_another_class_has_its_forward() -> None:
     module.__class__ = Other
     with torch.no_grad():
         assert module(x) is x
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_module_has_a_forward_of_its_own() -> None:
+    scripted: Any = torch.jit.script(Plain())
+    assert own_forward(scripted) is vars(scripted)["forward"]

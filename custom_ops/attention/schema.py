@@ -9,7 +9,7 @@ SCHEMAS = {
     # float32. max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
     # window_left/right: keys visible besides the own one, -1 = open. chunk_size: keys of the own chunk only,
     # 0 = off. Metadata and the context's keys and values may be read before the kernels ahead on the stream
-    # have ended; stream_order.py says by which, and what that asks of the kernels that write them.
+    # have ended; docs/stream_order.md says by which, and what that asks of the kernels that write them.
     # tree_mask [T] int64: bit j of a token's word says that it sees query token j of its request, one before
     # it; itself it always sees. A query then counts positions from the context on over what it sees alone.
     # Needs causal and at most 64 query tokens per request.

@@ -20,7 +20,7 @@ SCHEMAS = {
     # rms_norm(x, norm_weight [K]) if given, else x. activation not "none": weight holds gate rows, then as
     # many up rows, and out [T, N / 2] = activation(gate) * up of what scale gives, then + residual. scale:
     # float32, float64 over float64. weight and norm_weight are constants of a step, and read early
-    # (stream_order.py).
+    # (docs/stream_order.md).
     "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? scale=None,
         Tensor? residual=None, Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0,
         str activation="none") -> ()""",

@@ -23,7 +23,7 @@ SCHEMAS = {
         Tensor(e!) counters, Tensor(f!) remaining, Tensor(g!) seen, Tensor(h!) tokens_out, *,
         int block_size, Tensor(i!)? ring=None, Tensor(j!)? launches=None, int step=0) -> ()""",
     # sample_tokens and accept_tokens in one, of their arguments; rows of seq_len 0 give token -1 and their
-    # logits are of no account. All but logits and seen may be read early (stream_order.py).
+    # logits are of no account. All but logits and seen may be read early (docs/stream_order.md).
     "finish_step": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,
         Tensor repetition_penalty, Tensor seeds, Tensor block_table, Tensor stop_token_ids,
         Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) slot_mapping,

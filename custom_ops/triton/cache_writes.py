@@ -1,8 +1,8 @@
 """What the kernels that write into a KV cache do at their begin and at their end, for the sake of
 ``paged_attention`` behind them.
 
-It reads the context's keys and values early (stream_order.py). So a kernel that writes such keys holds it
-back and makes them visible before it ends; one that writes the query tokens' own does not.
+It reads the context's keys and values early (docs/stream_order.md). So a kernel that writes such keys holds
+it back and makes them visible before it ends; one that writes the query tokens' own does not.
 """
 
 import triton

@@ -157,9 +157,11 @@ _ONE_BY_ONE += ("youtu", "deepseek_v2", "minicpm3", "lfm2", "qwen3_5_text", "bam
 def test_every_pass_alone_and_left_out(name: str, passes: tuple[str, ...]) -> None:
     model = build(name)
     want = logits(model)
-    error = (dense_logits(model) - want).abs().max().item()  # Qwen3.5's from float64: 1e-4
+    # Qwen3.5's rounding passes 1e-4. Some experts' products take no float64.
+    exact = dense_logits(model if name in ("GptOss", "deepseek_v2") else build(name).double())
+    error = (exact - want).abs().max().item()
     report = fuse(model, passes)
-    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=max(2e-4, 4 * error))
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=max(1e-4, 3 * error))
     without = WITHOUT.get(name, set()) | (set() if FAMILIES[name].mixture else {"experts"})
     without |= {"gate_up"} if name == "GptOss" else set()
     assert error < 1e-3

@@ -30,8 +30,9 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
         required = field.default is dataclasses.MISSING
         by_place = field.metadata["argument"]
         default = inspect.Parameter.empty if required else field.default
-        given = {"callback": _require_text} if default == "" else limits
-        asked = typer.Argument(help=words) if by_place else typer.Option(*flags, help=words, **given)
+        callback = _require_text if default == "" else None
+        option = typer.Option(*flags, help=words, callback=callback, **limits)
+        asked = typer.Argument(help=words) if by_place else option
         parameters.append(
             inspect.Parameter(
                 field.name,

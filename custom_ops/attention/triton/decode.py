@@ -42,7 +42,7 @@ def store_padding(
 def begin(LONGEST: tl.constexpr):
     """What a program launched early does first.
 
-    LONGEST == 0: every program waits, then lets its dependents go (stream_order.py).
+    LONGEST == 0: every program waits, then lets its dependents go (docs/stream_order.md).
     LONGEST > 0: no program waits here for the prefill launch. Behind it this program begins once each of
     its programs has let go or ended, and each waits first for all kernels ahead of it, also those that
     find no tile: none ends before. So whatever stands ahead of both has ended, with its stores in L2,

@@ -276,7 +276,7 @@ def prefill_kernel(
     start = tl.load(batch.starts + request, cache_modifier=".cg")
     query_len = tl.load(batch.starts + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
-    # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one
+    # Up to here query_start_loc alone is read, early (docs/stream_order.md). From L2: an old line in one
     # multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a
     # barrier that some warps never come to does not open. Everything else is read behind the wait.
     # Every program waits here for all kernels ahead, and then lets its dependents start: no path leads around

@@ -2,8 +2,8 @@
 
 The first gives the inner numbers of the shared expert and of each choice. A program of the second adds its
 rows of all experts, the shared one's first, then in the order of the choice. Norm and router ahead read few
-bytes, so the shared expert's weights, which are constants, are read before the wait (stream_order.py): its
-programs come first in the one kernel, and each program of the other begins with it.
+bytes, so the shared expert's weights, which are constants, are read before the wait (docs/stream_order.md):
+its programs come first in the one kernel, and each program of the other begins with it.
 
 ``SIZES``: `TokenSizes`.
 """

@@ -5,9 +5,9 @@
 // k go round the groups of warps, each with a ring of STAGES chunks of its own (cp.async), so that no barrier
 // of the whole CTA stands in the loop. The parts meet once, in (distributed) shared memory, in a fixed order.
 //
-// Weights are constants of a step (stream_order.py): the ring is filled before griddepcontrol.wait, and the
-// norm's weight is there for its first round; only x and the residual wait for the kernels before. So a chain
-// of these kernels hardly stops reading weights.
+// Weights are constants of a step (docs/stream_order.md): the ring is filled before griddepcontrol.wait, and
+// the norm's weight is there for its first round; only x and the residual wait for the kernels before. So a
+// chain of these kernels hardly stops reading weights.
 //
 // RMSNorm: x is scaled by the norm's weight between shared memory and the tensor cores, whose products of x
 // with itself give the sums of squares (on the diagonal); 1 / rms is one factor per token, applied to the

@@ -2,7 +2,7 @@
 matmul and activation.
 
 ``weight`` and ``norm_weight`` are constants of a step, read before the kernels ahead have
-ended (stream_order.py).
+ended (docs/stream_order.md).
 """
 
 import ctypes

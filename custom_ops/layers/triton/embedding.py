@@ -1,7 +1,8 @@
 """embedding: one program copies the row of one token, and starts early.
 
 As a kernel of torch's it would begin only when the kernel ahead has ended, and keep the first product of a
-step from reading its weights meanwhile. It waits first and lets its dependents start then (stream_order.py).
+step from reading its weights meanwhile. It waits first and lets its dependents start then
+(docs/stream_order.md).
 """
 
 import torch

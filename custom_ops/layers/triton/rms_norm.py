@@ -1,7 +1,7 @@
 """rms_norm: one program norms one token's row, with the residual adds before and after it.
 
 A row stays in registers between the sum of squares and the store, so that each number is read and written
-once. Everything is computed in float32 and rounded once. The weight is read early (stream_order.py).
+once. Everything is computed in float32 and rounded once. The weight is read early (docs/stream_order.md).
 """
 
 import torch

@@ -8,7 +8,7 @@ columns follow each other, so that tiles of tokens find its weights in L2. Every
 is stored.
 
 The first terms' weights, of few tokens all of them, are read before the kernels ahead have ended, and so are
-slots of query tokens (stream_order.py).
+slots of query tokens (docs/stream_order.md).
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
 """up_project_values: the value's up-projections of the latents that each head has summed.
 
 For few tokens of 16 bits one kernel: a program multiplies a tile of a head's rows, whole and read before the
-kernels ahead have ended (stream_order.py), by the tokens, 16 at a time. Everything else is a batched product
-of torch's.
+kernels ahead have ended (docs/stream_order.md), by the tokens, 16 at a time. Everything else is a batched
+product of torch's.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """accept_tokens: one thread per request takes its sampled token and turns this step's buffers into the
 next one's.
 
-Dependents are not started early (stream_order.py). `finish_step` has the same functions.
+Dependents are not started early (docs/stream_order.md). `finish_step` has the same functions.
 """
 
 from typing import Any, NamedTuple, Self

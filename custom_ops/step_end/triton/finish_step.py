@@ -2,7 +2,7 @@
 and accepts its token.
 
 A launch of its own between the merge and the next step costs about a microsecond and a half, for a few
-hundred bytes. What is read before the kernels ahead have ended: stream_order.py.
+hundred bytes. What is read before the kernels ahead have ended: docs/stream_order.md.
 """
 
 import triton

@@ -3,9 +3,9 @@
 #include "decode_params.cuh"
 
 // Lengths, tables and query starts are read before this point, and PREFETCH stages of keys and values before
-// the query tokens' own: what writes those does not let its dependents start early (stream_order.py), so that
-// they are complete when this kernel begins. Everything else is read behind it, when all kernels before have
-// finished. PREFETCH_L2 tiles more are only asked for into L2.
+// the query tokens' own: what writes those does not let its dependents start early (docs/stream_order.md), so
+// that they are complete when this kernel begins. Everything else is read behind it, when all kernels before
+// have finished. PREFETCH_L2 tiles more are only asked for into L2.
 //
 // Every thread comes here exactly once, with work or without, before it ends: a kernel that ended without
 // waiting could end before those ahead of it, and the one behind would take them for finished.

@@ -1,7 +1,8 @@
 """The ops, family by family: schemas, records, fake kernels, and which kernels there are. registry.py
-registers them; a family's folder has its ``schema.py``, ``call.py`` and ``fake.py``."""
+registers them; a family's folder has its ``schema.py`` and ``call.py``."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchpaged.custom_ops.attention.call import AttentionCall
@@ -13,16 +14,12 @@ from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall
-from torchpaged.custom_ops.experts.fake import FAKES as EXPERTS_FAKES
 from torchpaged.custom_ops.experts.schema import SCHEMAS as EXPERTS
 from torchpaged.custom_ops.indexer.call import IndexCall
-from torchpaged.custom_ops.indexer.fake import FAKES as INDEXER_FAKES
 from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
-from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
-from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
 from torchpaged.custom_ops.state.call import (
     ConvCall,
@@ -33,10 +30,8 @@ from torchpaged.custom_ops.state.call import (
     Mamba2StepCall,
 )
 from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
-from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
 from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
-from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
 
@@ -46,9 +41,10 @@ class Family(NamedTuple):
     Attributes:
         folder: its name.
         schemas: op -> schema.
-        fakes: op -> its fake kernel, of ops that have facts to state.
         records: op -> what makes its record out of its flat arguments. The Python functions behind these ops
             take the record alone, fakes included.
+        fakes: op -> its fake kernel, of ops that compiled code of users calls by a function: it refuses while
+            they are traced what can't fit. All others' arguments are checked when they run.
         cuda: ops with a kernel in CUDA C++.
         native: ops with a native C++ kernel for CPUs.
         on_native: ops that the folder's ``cpu.py`` makes of native ones, or of torch's. On a CPU all others
@@ -57,8 +53,8 @@ class Family(NamedTuple):
 
     folder: str
     schemas: Mapping[str, str]
-    fakes: Mapping[str, Callable[..., None]]
     records: Mapping[str, Callable[..., Any]]
+    fakes: Mapping[str, Callable[..., None]] = MappingProxyType({})
     cuda: tuple[str, ...] = ()
     native: tuple[str, ...] = ()
     on_native: tuple[str, ...] = ()
@@ -68,27 +64,26 @@ FAMILIES = (
     Family(
         "attention",
         ATTENTION,
-        ATTENTION_FAKES,
         {
             "paged_attention": AttentionCall.of,
             "cascade_attention": CascadeCall.of,
             "merge_attn_states": MergeCall,
         },
+        fakes=ATTENTION_FAKES,
         cuda=("paged_attention", "cascade_attention"),
         native=("paged_attention", "merge_attn_states"),
     ),
     Family(
         "cache_write",
         CACHE_WRITE,
-        CACHE_WRITE_FAKES,
         {"write_kv": WriteCall.of, "rope_write_kv": RotatedWriteCall.of},
+        fakes=CACHE_WRITE_FAKES,
         native=("write_kv",),
     ),
-    Family("block_ops", BLOCK_OPS, {}, {}, native=("copy_blocks",)),
+    Family("block_ops", BLOCK_OPS, {}, native=("copy_blocks",)),
     Family(
         "step_end",
         STEP_END,
-        STEP_END_FAKES,
         {
             "advance_step": AdvanceCall,
             "sample_tokens": SampleCall,
@@ -100,7 +95,6 @@ FAMILIES = (
     Family(
         "layers",
         LAYERS,
-        LAYERS_FAKES,
         {"rms_norm": NormCall, "linear": LinearCall},
         cuda=("linear",),
         native=("linear",),
@@ -108,25 +102,20 @@ FAMILIES = (
     Family(
         "experts",
         EXPERTS,
-        EXPERTS_FAKES,
         {"route_experts": RouteCall, "apply_experts": ExpertsCall},
         on_native=("apply_experts",),
     ),
     Family(
         "mla",
         MLA,
-        MLA_FAKES,
         {"mla_attention": LatentCall.of, "rope_write_latent": LatentWriteCall},
         cuda=("mla_attention",),
         on_native=("mla_attention", "write_latent"),
     ),
-    Family(
-        "indexer", INDEXER, INDEXER_FAKES, {"index_logits": IndexCall}, cuda=("index_logits", "top_k_indices")
-    ),
+    Family("indexer", INDEXER, {"index_logits": IndexCall}, cuda=("index_logits", "top_k_indices")),
     Family(
         "state",
         STATE,
-        STATE_FAKES,
         {
             "causal_conv": ConvCall,
             "linear_attention": LinearAttentionCall,

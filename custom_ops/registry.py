@@ -158,18 +158,22 @@ def _of_this_gpu(op: str) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """The fake kernel of an op without facts to state."""
+    """The fake kernel of an op whose arguments are checked when it runs."""
 
 
-#: Of each op that has facts to state, what a trace runs in its place, with flat arguments.
-FAKES = {op: _recorded(op, fake) for family in FAMILIES for op, fake in family.fakes.items()}
+#: What a trace runs in the place of each op, with flat arguments.
+FAKES = {
+    op: _recorded(op, family.fakes[op]) if op in family.fakes else _nothing
+    for family in FAMILIES
+    for op in family.schemas
+}
 
 
 def _without_memory(op: str) -> Any:
     """What runs in traces, and on the meta device: the dispatcher calls it if one tensor is there, and all of
     a call's others would be left unread and unwritten. For ops that read early it asks for Inductor's
     launches, too."""
-    fake, names = FAKES.get(op, _nothing), re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMAS[op])
+    fake, names = FAKES[op], re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMAS[op])
     is_early = op in READS_EARLY
 
     def run(*args: Any, **kwargs: Any) -> Any:

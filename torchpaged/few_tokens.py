@@ -46,6 +46,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
         or input.numel() > MAX_TOKENS * weight.shape[1]
         or not weight.is_contiguous()
         or not (bias is None or (type(bias) is nn.Parameter and bias.is_contiguous()))
+        or not (bias is None or bias.shape == weight.shape[:1])  # torch repeats one that is shorter
     ):
         return F.linear(input, weight, bias)
     x = input.reshape(-1, weight.shape[1]).contiguous()

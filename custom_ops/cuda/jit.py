@@ -25,7 +25,7 @@ from torchpaged.custom_ops import ahead, compiles
 from torchpaged.custom_ops.cuda import cubins
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, checked
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.errors import BackendUnavailableError, CaptureError
 
 _HERE = Path(__file__).parent
 _INCLUDE = re.compile(r'#include "(?:[^"/]*/)+([^"/]+)"')
@@ -116,7 +116,7 @@ def _nvrtc() -> Any:
 
 
 def _compile(source: str, included: dict[str, str], arguments: list[str], kind: str) -> bytes:
-    """The "CUBIN" or "PTX" of ``source``; raises RuntimeError with the compiler's messages."""
+    """The "CUBIN" or "PTX" of ``source``; raises `BackendUnavailableError` with the compiler's messages."""
     nvrtc = _nvrtc()
     names, texts = [name.encode() for name in included], [text.encode() for text in included.values()]
     program = checked(
@@ -129,7 +129,11 @@ def _compile(source: str, included: dict[str, str], arguments: list[str], kind: 
         if int(error):
             log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(f"NVRTC: {error} for {' '.join(arguments)}\n{log.decode(errors='replace')}")
+            raise BackendUnavailableError(
+                f"backend 'cuda': NVRTC does not compile a kernel: {error} for {' '.join(arguments)}; "
+                "install another cuda-bindings and NVRTC, or use backend='triton'; NVRTC's messages:\n"
+                + log.decode(errors="replace")
+            )
         code = b" " * checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program), f"nvrtcGet{kind}Size")
         checked(getattr(nvrtc, f"nvrtcGet{kind}")(program, code), f"nvrtcGet{kind}")
     finally:
@@ -144,8 +148,7 @@ def headers(config: Config) -> dict[str, str]:
 
 
 def compile_source(source: str, config: Config, capability: tuple[int, int]) -> bytes:
-    """Machine code of ``source``, which may include `headers`; raises RuntimeError with the compiler's
-    messages."""
+    """Machine code of ``source``, which may include `headers`."""
     return _compile(source, headers(config), options(config, capability), "CUBIN")
 
 
@@ -212,7 +215,7 @@ def _code(file: str, config: Config, capability: tuple[int, int]) -> bytes:
 @functools.cache
 def _kernel(file: str, name: str, config: Config, index: int, shared_bytes: int) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
+        raise CaptureError(
             f"backend 'cuda': {file} is not compiled for this shape yet, which can't be done inside a CUDA "
             "graph capture; run the same call once before capturing"
         )
@@ -231,8 +234,9 @@ def kernel(file: str, name: str, config: Config, device: torch.device, *, shared
     for the same arguments.
 
     Raises:
-        BackendUnavailableError: cuda-bindings is absent.
-        RuntimeError: the source does not compile, or the device refuses it.
+        BackendUnavailableError: cuda-bindings is absent, the source does not compile, or the device refuses
+            the kernel.
+        CaptureError: it would have to be compiled inside a capture.
         Postponed: kernels are being gathered (`custom_ops.ahead`), and this one is not compiled.
     """
     missing = unavailable()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: A CUtensorMap, as a kernel's parameters hold it.
 Map = ctypes.c_ubyte * 128
@@ -51,9 +52,9 @@ class Kernel:
         (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
         if int(error):
             most = gpu.shared_per_cta(torch.cuda.current_device())
-            raise RuntimeError(
-                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the "
-                f"device refuses ({error}); a thread block may have {most} in all"
+            raise BackendUnavailableError(
+                f"backend 'cuda': {name} asks for {shared_bytes} bytes of dynamic shared memory, the device "
+                f"refuses ({error}); a thread block may have {most} in all; use backend='triton'"
             )
         if prefer_shared and shared_bytes > 48 * 1024:
             checked(
@@ -114,8 +115,9 @@ class Kernel:
                 driver.cuOccupancyMaxActiveClusters(self._function, config), "cuOccupancyMaxActiveClusters"
             )
             if most < 1:
-                raise RuntimeError(
-                    f"cuOccupancyMaxActiveClusters: no cluster of {cluster} CTAs fits the device"
+                raise BackendUnavailableError(
+                    f"backend 'cuda': no cluster of {cluster} CTAs fits the device "
+                    "(cuOccupancyMaxActiveClusters); use backend='triton'"
                 )
             self._resident[key] = min(most * cluster, wanted // cluster * cluster)
         return self._resident[key]

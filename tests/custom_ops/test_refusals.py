@@ -603,6 +603,25 @@ def test_what_is_static_is_refused_while_tracing(name: str) -> None:
     assert not arguments["k_cache"].any()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_ops_without_a_fake_refuse_when_compiled_code_runs_them(backend: str) -> None:
+    """In the words of the eager call, before anything is written."""
+    x, weight, out = torch.ones(2, 8), torch.ones(4, 6), torch.zeros(2, 4)
+    linear = BACKEND_OPS[backend].linear
+
+    def step() -> None:
+        linear(x, weight, out)
+
+    torch._dynamo.reset()
+    said, kinds = [], (ArgumentError, RuntimeError)
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        with torch.no_grad(), pytest.raises(kinds, match="weight: expected .*8") as error:
+            call()
+        said.append((error.type, str(error.value).splitlines()[0]))
+    assert said[0] == said[1]
+    assert not out.any()
+
+
 def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few numbers are looked at by Python, many by torch: both take and refuse the same, in the
     same words."""

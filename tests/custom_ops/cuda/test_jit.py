@@ -16,6 +16,7 @@ import torch
 
 from torchpaged.custom_ops.cuda import cubins, gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.errors import BackendUnavailableError, CaptureError
 
 CODE = bytes(range(256)) * 40
 TABLE = Table("decode_config.cuh", ("decode.cu",), "a test", (Constant("DIM", "int", "width of a key"),))
@@ -198,7 +199,8 @@ def test_sources_are_read_once(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_failed_compile_is_told_and_leaves_nothing(nvrtc: Nvrtc, folder: Path) -> None:
     nvrtc.fails = True
-    with pytest.raises(RuntimeError, match="NVRTC: 6 for -arch=sm_90"):
+    said = "backend 'cuda': NVRTC does not compile a kernel: 6 for -arch=sm_90.*backend='triton'"
+    with pytest.raises(BackendUnavailableError, match=said):
         jit.machine_code("decode.cu", CONFIG, (9, 0))
     assert not folder.exists(), "the build's and this one's"
     assert nvrtc.destroyed == 2, "the build's and this one's"
@@ -238,11 +240,17 @@ def test_a_refused_kernel_is_no_damaged_file(nvrtc: Nvrtc, monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, name, value)
     # nothing of this device is remembered
     monkeypatch.setattr(gpu, "shared_per_cta", gpu.shared_per_cta.__wrapped__)
-    with pytest.raises(
-        RuntimeError, match="linear asks for 112128 bytes of dynamic shared memory.*may have 101376"
-    ):
+    said = "linear asks for 112128 bytes of dynamic shared memory.*may have 101376.*backend='triton'"
+    with pytest.raises(BackendUnavailableError, match=said):
         jit._kernel.__wrapped__("decode.cu", "linear", CONFIG, 0, 112128)
     assert nvrtc.compiled == 1
+
+
+def test_a_capture_compiles_nothing(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="decode.cu is not compiled.*run the same call once before"):
+        jit._kernel.__wrapped__("decode.cu", "paged_decode", CONFIG, 0, 1024)
+    assert not nvrtc.compiled
 
 
 def test_the_real_compiler_names_its_build() -> None:

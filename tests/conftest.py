@@ -1,6 +1,7 @@
 """Shared fixtures. Run with OMP_NUM_THREADS=1 on small machines: two threads under load are slower
 than one."""
 
+import functools
 import gc
 import importlib
 import os
@@ -102,6 +103,13 @@ def _what_lives_on() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` traces and generates no code, for which a C++ compiler takes up to half a minute: for
+    tests whose claim is about graphs."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,7 @@ def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_steps(model: Any, alone: list[list[int]]) -> None:
+def test_compiled_steps(model: Any, alone: list[list[int]], no_codegen: None) -> None:
     """One compile for each graph that ran: both, or the one that reads prefixes."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -105,7 +105,7 @@ def test_eager_capture_equals_the_oracle(compile: bool) -> None:
     assert sum(b.padded_rows for b in r.report()) > 0
 
 
-def test_compiles_once_per_bucket() -> None:
+def test_compiles_once_per_bucket(no_codegen: None) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -118,7 +118,7 @@ def test_compiles_once_per_bucket() -> None:
 
 
 @pytest.mark.slow
-def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
+def test_many_buckets_stay_under_dynamos_recompile_limit(no_codegen: None) -> None:
     torch._dynamo.reset()
     r = runner(Toy(), max_batch_size=11, buckets=range(1, 12), compile=True, warmup_iters=0)
     r.capture()

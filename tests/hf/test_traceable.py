@@ -1,7 +1,6 @@
 """Modules whose own code breaks a trace: what `attach` gives them computes the same, in one graph, and is
 needed still."""
 
-import functools
 import inspect
 from typing import Any
 
@@ -145,12 +144,11 @@ def test_a_trace_that_lost_its_pools_gets_them_from_beside(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["dbrx", *(["recurrent_gemma"] if OLD else [])])
-def test_a_compiled_engine_without_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_engine_without_attach(name: str, no_codegen: None) -> None:
     """The engine gives these modules their functions, and takes them back; attached meanwhile, a model keeps
     those until it is detached."""
     from torchpaged.engine import Generator, SamplingParams
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model = model_of(name).eval()
     model.generation_config.eos_token_id = None
     prompt, options = [5, 9, 3, 7], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

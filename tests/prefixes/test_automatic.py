@@ -254,7 +254,7 @@ def test_a_runner_takes_the_graph_that_pays(passes: list[int], native: None) -> 
 
 
 @pytest.mark.slow
-def test_a_compiled_runner(native: None) -> None:
+def test_a_compiled_runner(native: None, no_codegen: None) -> None:
     """A step of its own is compiled for each of the two graphs, once for all groups."""
     layer, first = PagedAttention(HEADS, DIM, KV_HEADS), torch.randn(2, 20, BLOCK, KV_HEADS, DIM)
     words = torch.randn(50, HEADS + 2 * KV_HEADS, DIM)

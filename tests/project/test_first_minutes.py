@@ -75,6 +75,7 @@ def test_a_runner_says_what_is_captured() -> None:
         max_blocks_per_req=2,
         block_size=16,
         buckets=[1, 2, 4],
+        compile=False,
         device="cpu",
     )
     assert repr(runner) == "DecodeGraphRunner(buckets=[1, 2, 4], captured=[], device='cpu')"

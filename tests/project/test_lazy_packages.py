@@ -32,6 +32,7 @@ def test_every_package_is_there_and_no_other_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # .ci/run has it behind its own mypy, whose cache it takes
 def test_type_checkers_know_what_calls_give(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     file = tmp_path / "calls.py"

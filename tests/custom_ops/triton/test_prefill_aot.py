@@ -17,6 +17,7 @@ import aot
 import launched
 import pytest
 import sass
+import triton
 
 from torchpaged import BlockSparse
 
@@ -222,7 +223,7 @@ def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
     """Straight to bfloat16 Triton goes by a shift and a product with 2^112, of which NaN and inf come out
     finite; by float16 they stay."""
     # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
-    if os.environ.get("ONE_TARGET") != target:
+    if triton.__version__.startswith("3.6.") and os.environ.get("ONE_TARGET") != target:
         command = [
             sys.executable,
             "-m",

@@ -1,5 +1,7 @@
-"""What a result file says about where its figures come from: machine, versions, clocks, commit, command."""
+"""What a result file says about where its figures come from: day, machine, versions, clocks, commit,
+command."""
 
+import datetime
 import platform
 import shlex
 import subprocess
@@ -48,6 +50,7 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
 def collect(device: torch.device) -> dict[str, Any]:
     """The conditions as data."""
     conditions: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": str(device),
         "commit": commit(),
         "command": shlex.join(sys.orig_argv),

@@ -2,6 +2,7 @@
 command on a CPU."""
 
 import dataclasses
+import datetime
 import json
 import os
 import sys
@@ -425,6 +426,7 @@ def test_the_script_alone(native: None, tmp_path: Path, capsys: pytest.CaptureFi
     assert document["summary"]["wrong_or_failed"] == []
     assert document["conditions"]["torch"] == torch.__version__
     assert "command" in document["conditions"]
+    assert datetime.date.fromisoformat(document["conditions"]["date"]).year >= 2026
     assert "cpu" in seen.err
     assert "peer" not in seen.err
 

@@ -297,6 +297,10 @@ def test_the_error_of_a_length_names_the_tightest_row(pair: tuple[Any, Any]) -> 
     inputs = padded([3, 40, 8])
     with pytest.raises(ArgumentError, match="^max_new_tokens: expected at most 24 for a prompt of 40 tokens"):
         pair[1].generate(**inputs, max_new_tokens=62)
+    with pytest.raises(
+        ArgumentError, match="^input_ids: expected at most 63 tokens per row .*got 70; .*shorten"
+    ):
+        pair[1].generate(**padded([70, 3]), max_new_tokens=2)
 
 
 def test_right_padding_and_caches_of_the_caller_are_refused(pair: tuple[Any, Any]) -> None:

@@ -171,15 +171,15 @@ class _Loop:
 
     def _require_room(self, prompt: int, new: int) -> None:
         generator, room = self._generator, self._generator._room
-        if prompt + new > room:
-            advice = generator._how_to_raise_room()
-            raise ArgumentError(
-                "max_new_tokens",
-                f"at most {room - prompt} for a prompt of {prompt} tokens (accelerate's max_seq_len: "
-                f"{generator.max_seq_len})",
-                str(new),
-                f"{advice.replace('raise', 'give accelerate() a larger')}ask for fewer",
-            )
+        if prompt + new <= room:
+            return
+        advice = generator._how_to_raise_room().replace("raise", "give accelerate() a larger")
+        limit = f"(accelerate's max_seq_len: {generator.max_seq_len})"
+        if prompt >= room:
+            expected = f"at most {room - 1} tokens per row {limit}"
+            raise ArgumentError("input_ids", expected, str(prompt), f"{advice}shorten the prompt")
+        expected = f"at most {room - prompt} for a prompt of {prompt} tokens {limit}"
+        raise ArgumentError("max_new_tokens", expected, str(new), f"{advice}ask for fewer")
 
     def _generate(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[list[int]]:
         outputs = self._generator.generate(prompts, each)

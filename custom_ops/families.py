@@ -20,6 +20,7 @@ from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
+from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
 from torchpaged.custom_ops.state.call import (
     ConvCall,
@@ -43,8 +44,9 @@ class Family(NamedTuple):
         schemas: op -> schema.
         records: op -> what makes its record out of its flat arguments. The Python functions behind these ops
             take the record alone, fakes included.
-        fakes: op -> its fake kernel, of ops that compiled code of users calls by a function: it refuses while
-            they are traced what can't fit. All others' arguments are checked when they run.
+        fakes: op -> its fake kernel, of ops that a public function or module calls in users' compiled code:
+            it refuses while they are traced what can't fit, so that no op ahead has written. All others'
+            arguments are checked when they run.
         cuda: ops with a kernel in CUDA C++.
         native: ops with a native C++ kernel for CPUs.
         on_native: ops that the folder's ``cpu.py`` makes of native ones, or of torch's. On a CPU all others
@@ -109,6 +111,7 @@ FAMILIES = (
         "mla",
         MLA,
         {"mla_attention": LatentCall.of, "rope_write_latent": LatentWriteCall},
+        fakes=MLA_FAKES,
         cuda=("mla_attention",),
         on_native=("mla_attention", "write_latent"),
     ),

@@ -200,6 +200,20 @@ def test_half_a_gradient_is_refused() -> None:
     assert not pools[0].kv_cache.any()
 
 
+@pytest.mark.slow
+def test_compiled_code_writes_nothing_either_where_attention_refuses() -> None:
+    """Positions of int64 fit the write ahead of it, which Inductor's code makes in place."""
+    module, pools = layer(), cache()
+    query, kv_c, k_pe = tokens(5)
+    metadata = AttentionMetadata.from_lists([5], [5], [[1, 2]], block_size=4)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True)
+    indices = torch.zeros(5, 2, dtype=torch.int64)
+    with torch.no_grad(), pytest.raises(Exception, match=r"indices: expected torch\.int32"):
+        compiled(query, kv_c, k_pe, pools[0], metadata, indices=indices)
+    assert not pools[0].kv_cache.any()
+
+
 def test_one_graph() -> None:
     torch._dynamo.reset()  # another test's model may have made sizes dynamic
     module, counter = layer(), CompileCounterWithBackend("aot_eager")

@@ -126,7 +126,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cascade_call": (("call",), ()),  # calls, too
     "channels": (("call",), ()),  # likewise
     "check_steps": (("call", "channels", "check"), ()),
-    "fake": (("call", "cascade_call"), ()),
+    "fake": (("call", "cascade_call", "fp8_rows"), ()),
     "selection": (("call", "fp8_rows"), ()),
     "reference": (
         ("call", "cascade_call", "channels", "check", "check_steps", "fp8_rows", "mask", "selection"),

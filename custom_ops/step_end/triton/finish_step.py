@@ -19,13 +19,9 @@ from torchpaged.custom_ops.step_end.triton.accept_tokens import (
     find_slot,
     load_rows,
 )
+from torchpaged.custom_ops.step_end.triton.sample_rows import load_parameters
 from torchpaged.custom_ops.step_end.triton.sample_search import row_of
-from torchpaged.custom_ops.step_end.triton.sample_tokens import (
-    launch_tiles,
-    load_parameters,
-    merge_row,
-    parts_of,
-)
+from torchpaged.custom_ops.step_end.triton.sample_tokens import launch_tiles, merge_row, parts_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import require_launchable
 

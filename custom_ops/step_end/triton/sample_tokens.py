@@ -2,10 +2,10 @@
 is truncated.
 
 The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once; of a
-plainly drawn row again those that may win (sample_draw.py). For a greedy or a plainly drawn row each program
-leaves its best token. For a row with top_k, top_p or min_p it leaves each tile's largest logit and mass, and
-the largest logit of each group of 64 tokens. The second kernel, a program per row, merges the tiles. A
-truncated row goes on there:
+plainly drawn row again those that may win (sample_scan.py, sample_draw.py). For a greedy or a plainly drawn
+row each program leaves its best token. For a row with top_k, top_p or min_p it leaves each tile's largest
+logit and mass, and the largest logit of each group of 64 tokens. The second kernel, a program per row, merges
+the tiles. A truncated row goes on there:
 
 1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the
    same with masses.
@@ -20,7 +20,7 @@ Which of this a row needs is read from its parameters on the device. Sums run in
 replays agree bit for bit. Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,12 +29,9 @@ import triton.language as tl
 from torchpaged.custom_ops.step_end.call import SampleCall
 from torchpaged.custom_ops.step_end.check import check_sample_tokens
 from torchpaged.custom_ops.step_end.triton.sample_draw import NO_TOKEN, scan_drawn
-from torchpaged.custom_ops.step_end.triton.sample_search import (
-    draw_truncated,
-    likelihood,
-    load_logits,
-    row_of,
-)
+from torchpaged.custom_ops.step_end.triton.sample_rows import LogitRows, is_truncated, load_parameters
+from torchpaged.custom_ops.step_end.triton.sample_scan import scan_greedy, scan_truncated
+from torchpaged.custom_ops.step_end.triton.sample_search import draw_truncated, likelihood, row_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
     INTERPRET,
@@ -76,31 +73,6 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
     return SampleTiles(1024, 4, 16, 4096, 16)
 
 
-class LogitRows(NamedTuple):
-    """Pointers to the logits of a batch's rows, to how each samples and to what it has seen, by the names of
-    the op's arguments; how many logits there are, and strides."""
-
-    logits: Any
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    repetition_penalty: Any
-    seen: Any
-    seeds: Any
-    counters: Any
-    vocab_size: Any
-    logits_row: Any
-    seen_row: Any
-
-    @classmethod
-    def of(cls, call: SampleCall) -> Self:
-        """Those of a call."""
-        logits, seen = call.logits, call.seen
-        inputs: tuple[Any, ...] = call[: call._fields.index("out")]
-        return cls._make((*inputs, logits.shape[1], logits.stride(0), seen.stride(0)))
-
-
 class Tiles(NamedTuple):
     """What the first launch leaves of each row: pointers to numbers and to tokens, their strides of a row,
     and how many programs, tiles and groups of tokens there were."""
@@ -112,42 +84,6 @@ class Tiles(NamedTuple):
     num_programs: Any
     num_tiles: Any
     num_groups: Any
-
-
-class Parameters(NamedTuple):
-    """How a row samples, as a kernel has it; Triton compiles what it holds."""
-
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    penalty: Any
-    seed: Any
-    counter: Any
-
-
-@triton.jit
-def load_parameters(row, rows):
-    """`Parameters` of a row. Read before the kernels ahead have finished, perhaps: from L2, since a
-    first-level cache may hold an older step's."""
-    # Above this all tokens are alike, and noise times the temperature would be infinite.
-    temperature = tl.minimum(tl.load(rows.temperature + row, cache_modifier=".cg"), 1e36)
-    penalty = tl.load(rows.repetition_penalty + row, cache_modifier=".cg")
-    top_k = tl.load(rows.top_k + row, cache_modifier=".cg")
-    top_p = tl.load(rows.top_p + row, cache_modifier=".cg")
-    min_p = tl.load(rows.min_p + row, cache_modifier=".cg")
-    seed = tl.load(rows.seeds + row, cache_modifier=".cg")
-    counter = tl.load(rows.counters + row, cache_modifier=".cg")
-    return Parameters(temperature, top_k, top_p, min_p, penalty, seed, counter)
-
-
-@triton.jit
-def is_truncated(parameters, vocab_size):
-    """Whether a row keeps some tokens only."""
-    drawn, top_k = parameters.temperature > 0.0, parameters.top_k
-    return drawn & (
-        ((top_k > 0) & (top_k < vocab_size)) | (parameters.top_p < 1.0) | (parameters.min_p > 0.0)
-    )
 
 
 class Parts(NamedTuple):
@@ -166,47 +102,6 @@ def parts_of(row, tiles):
     wide = row.to(tl.int64)
     at, list_at = tiles.parts + wide * tiles.parts_row, tiles.indices + wide * tiles.indices_row
     return Parts(at, list_at, tiles.num_programs, tiles.num_tiles, tiles.num_groups)
-
-
-@triton.jit
-def scan_truncated(
-    logits,
-    temperature,
-    parts_at,
-    program,
-    num_tiles,
-    TILE: tl.constexpr,
-    TILES_EACH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """A program's tiles of a row that keeps some tokens only: best and mass of each, maxima of groups."""
-    for i in range(TILES_EACH):
-        tile = program * TILES_EACH + i
-        token = (tile * (TILE // 4) + tl.arange(0, TILE // 4))[:, None] * 4 + tl.arange(0, 4)[None, :]
-        z, broken = load_logits(logits, token, token < logits.vocab_size)
-        peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
-        tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
-        best = tl.max(peaks, 0)
-        tl.store(parts_at + tile, best)
-        # A NaN's mass is inf, which no row has otherwise: `merge_row` sees it.
-        weight = tl.where(broken, float("inf"), likelihood(z, best, temperature))
-        tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(weight, [TILE]), 0))
-
-
-@triton.jit
-def scan_greedy(logits, parts_at, indices_at, program, TILE: tl.constexpr, TILES_EACH: tl.constexpr):
-    """A program's tiles of a greedy row: the best logit of all, and its token."""
-    first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
-    logit, broken = load_logits(logits, first, first < logits.vocab_size)
-    highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
-    for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
-        logit, broken = load_logits(logits, first + i * TILE, first + i * TILE < logits.vocab_size)
-        place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
-        # A NaN as in `scan_drawn`: nothing is above inf, and of equals the lower place wins.
-        highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))
-    peak = tl.max(highest, 0)
-    tl.store(parts_at + program, peak)
-    tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchpaged.custom_ops.state.triton.records import State, Window
 from torchpaged.custom_ops.step_end.call import AcceptCall, SampleCall
 from torchpaged.custom_ops.step_end.triton.accept_tokens import Ring, Rows
-from torchpaged.custom_ops.step_end.triton.sample_tokens import LogitRows
+from torchpaged.custom_ops.step_end.triton.sample_rows import LogitRows
 from torchpaged.custom_ops.triton.records import KeyPool, Matrix, Pool, Results, Tokens
 
 _extra = itertools.count(3)

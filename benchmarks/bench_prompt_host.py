@@ -87,9 +87,8 @@ def hits(known: int, count: int) -> dict[str, dict[str, float]]:
     """Microseconds of ``count`` hits, warm and cold, by part."""
     options: dict[str, Any] = {"prefill_buckets": [OWN], "capture": TapeCapture()}
     generator, ends, draw = made(8, known + OWN, 512, 16, **options), [0.0] * 4, random.Random(0)
-    assert generator._prefill_graphs is not None and generator.loop is not None
-    runner, rows = generator._prefill_graphs.runner, generator.loop.rows
-    assert runner is not None
+    assert generator.loop is not None
+    runner, rows = generator.prefill_runners[0], generator.loop.rows
     token, written = torch.zeros(1, dtype=torch.int64), torch.zeros(2**23, dtype=torch.int64)
     rows._finish = lambda logits, fields: token  # type: ignore[method-assign]
 

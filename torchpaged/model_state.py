@@ -223,7 +223,11 @@ class ModelState:
 
     def changed(self) -> str | None:
         """What is not as it was, None if all is."""
-        return self.changed_but_weights() or self.changed_weights()
+        return self.changed_but_moved() or self.moved()
+
+    def changed_but_moved(self) -> str | None:
+        """The same, of all but `moved`: whoever reads by addresses reads what this object keeps."""
+        return self.changed_but_weights() or self._replaced()
 
     def changed_but_weights(self) -> str | None:
         """The same, of what `renew` does not take."""
@@ -240,12 +244,24 @@ class ModelState:
                     return f"{path} has {name} {value}, before {before.get(name)}"
         return self._settings.changed()
 
-    def changed_weights(self) -> str | None:
-        """The same, of what `renew` takes."""
+    def _replaced(self) -> str | None:
+        """The same, of what `renew` takes, by other tensors or by writes."""
         if not _same(list(map(dict.get, self._held, self._names)), self._tensors):
             pairs = zip(self._places, self._tensors, strict=True)
             moved = [where for (where, held, name), tensor in pairs if held.get(name) is not tensor]
             return f"{moved[0]} lies elsewhere"
+        if torch.compiler.is_compiling():
+            return None
+        writes = self._writes()
+        if self._turned is None:  # of a copy
+            self._turned = writes
+        if writes != self._turned:
+            trios = zip(self._turning, writes, self._turned, strict=True)
+            return f"{next(where for (where, _), now, before in trios if now != before)} was written"
+        return None
+
+    def moved(self) -> str | None:
+        """The same, of tensors that are as they were, by their addresses: through ``.data``."""
         if torch.compiler.is_compiling():  # code can't be traced that compares addresses
             return None
         addresses = self._lie_at()
@@ -254,12 +270,6 @@ class ModelState:
         if addresses != self._addresses:
             trios = zip(self._plain, addresses, self._addresses, strict=True)
             return f"{next(where for (where, _), now, before in trios if now != before)} lies elsewhere"
-        writes = self._writes()
-        if self._turned is None:
-            self._turned = writes
-        if writes != self._turned:
-            trios = zip(self._turning, writes, self._turned, strict=True)
-            return f"{next(where for (where, _), now, before in trios if now != before)} was written"
         return None
 
     def num_writes(self) -> int:
@@ -276,7 +286,7 @@ class ModelState:
         Args:
             by: what relies on it.
             fix: what to do.
-            changed: `changed`, `changed_weights` or `changed_but_weights`.
+            changed: `changed`, `moved` or `changed_but_moved`.
 
         Raises:
             ArgumentError: with the first thing that is not as it was.

@@ -28,19 +28,21 @@ class BlockPacking:
             bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
             self.tables = bases, torch.tensor(sizes, dtype=torch.int64, device=device) // 8
 
-    def run(self, rows: Tensor, index: Tensor, unpack: bool) -> None:
+    def run(self, rows: Tensor, blocks: Tensor, first: int, unpack: bool) -> None:
         """Launch on the current stream.
 
         Args:
-            rows: ``[n, bytes]`` uint8, or more of them.
-            index: ``[n]`` int64, block ids.
+            rows: ``[n, bytes]`` uint8.
+            blocks: int64, ids; of row 0 that at ``first``, and so on.
+            first: see ``blocks``.
             unpack: from the rows into the pools.
         """
         if self.tables:
-            from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
+            from torchpaged.custom_ops.block_ops.triton.packing import pack_blocks
 
-            pack_blocks(*self.tables, index, rows.view(torch.int64), unpack)
+            pack_blocks(*self.tables, blocks, first, rows.view(torch.int64), unpack)
             return
+        index = blocks[first : first + len(rows)]
         for pool, place in zip(self._pools, self._places, strict=True):
             part = rows[:, place : place + pool.shape[1]]
             if unpack:

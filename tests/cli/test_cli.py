@@ -55,7 +55,8 @@ def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
         < sum(report["hits"] for report in document["buckets"])
         < sum(report["hits"] for report in plain["buckets"])
     )
-    assert [report["bucket"] for report in document["prefill_buckets"]] == [8, 32]
+    sizes = [(report["max_num_reqs"], report["bucket"]) for report in document["prefill_buckets"]]
+    assert sizes == [(1, 8), (1, 32), (2, 8), (2, 32)]
     assert plain["prefill_buckets"] == []
     assert sum(report["hits"] for report in document["prefill_buckets"]) == 2
     assert "[8, 32] was given" in document["prefill_graph_reason"]

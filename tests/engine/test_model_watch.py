@@ -144,26 +144,39 @@ def test_numbers_of_modules_are_looked_at(model: Any, graphs: bool, change: Call
     assert found == [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]
 
 
-def watched_hook(generator: Generator, model: Any, prompt: list[int], other: int | None) -> list[int]:
-    """What `generate` gives of ``prompt`` once a hook has come, was refused, and has gone; the request
+def with_hook(model: Any) -> Callable[[], Any]:
+    return model.model.layers[1].register_forward_hook(lambda *given: given[2].roll(1, -1)).remove
+
+
+def with_other_weight(model: Any) -> Callable[[], Any]:
+    """A tensor in place of the one that graphs read."""
+    norm = model.model.layers[1].input_layernorm
+    before, norm.weight = norm.weight, torch.nn.Parameter(torch.linspace(-3, 3, 64))
+    return lambda: setattr(norm, "weight", before)
+
+
+def watched(
+    generator: Generator, change: Callable[[], Callable[[], Any]], prompt: list[int], other: int | None
+) -> list[int]:
+    """What `generate` gives of ``prompt`` once a change has come, was refused, and has gone; the request
     ``other``, which waits meanwhile, goes on."""
-    handle = model.model.layers[1].register_forward_hook(lambda *given: given[2].roll(1, -1))
-    submitted = generator.stats.new_tokens
+    take_back, submitted = change(), generator.stats.new_tokens
     for _ in range(2):
-        with pytest.raises(ArgumentError, match=r"layers\.1 has other forward hooks"):
+        with pytest.raises(ArgumentError, match=r"layers\.1.* (has other forward hooks|lies elsewhere)"):
             generator.generate([prompt], PARAMS)
     assert generator.stats.new_tokens == submitted
-    handle.remove()
+    take_back()
     (output,) = generator.generate([prompt], PARAMS)
     assert other is None or other in {event.request_id for event in generator.stream()}
     return output.token_ids
 
 
+@pytest.mark.parametrize("change", [with_hook, with_other_weight])
 @pytest.mark.parametrize("waits", [False, True], ids=["alone", "another-waits"])
 @pytest.mark.parametrize("length", [6, 20], ids=["replayed", "launched"])
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "not-yet"])
 def test_modules_are_looked_at_while_a_prompt_is_replayed(
-    model: Any, length: int, captured: bool, waits: bool
+    model: Any, length: int, captured: bool, waits: bool, change: Callable[[Any], Callable[[], Any]]
 ) -> None:
     """Of what is computed meanwhile nothing is given out or found later, and nothing is captured."""
     with torch.no_grad():  # so that what a hook moves shows in the tokens; a factor, the norm would take out
@@ -172,7 +185,7 @@ def test_modules_are_looked_at_while_a_prompt_is_replayed(
     generator = made(model, graphs=True, capture_ahead=captured, **options)
     prompt = list(range(7, 7 + length))
     other = generator.submit(PROMPTS[3], PARAMS) if waits else None
-    found = watched_hook(generator, model, prompt, other)
+    found = watched(generator, lambda: change(model), prompt, other)
     plain = made(model, graphs=False, prefix_cache=False)
     (want,) = plain.generate([prompt], PARAMS)
     assert found == want.token_ids

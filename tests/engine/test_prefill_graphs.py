@@ -9,7 +9,7 @@ import torch
 
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.backends import GraphSupport
-from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine import Generator, SamplingParams, step_graphs
 from torchpaged.engine.decisions import decide_prefill_buckets
 from torchpaged.graphs import TapeCapture
 
@@ -67,10 +67,12 @@ def test_tokens_equal_the_engine_without_graphs(
 ) -> None:
     g = generator(model, **options)
     assert [o.token_ids for o in g.generate(*requests)] == want
-    assert g.prefill_runner is not None
-    reports, steps = g.prefill_runner.report(), g.stats
-    assert [r.bucket for r in reports] == options.get("prefill_buckets", [8, 12, 16])
-    assert all(r.hits and r.captured for r in reports)
+    alone, other = (runner.report() for runner in g.prefill_runners)
+    reports, steps = [*alone, *other], g.stats
+    for own in (alone, other):
+        assert [r.bucket for r in own] == options.get("prefill_buckets", [8, 12, 16])
+        assert all(r.captured for r in own if r.hits)
+    assert all(a.hits or b.hits for a, b in zip(alone, other, strict=True))
     assert sum(r.padded_rows for r in reports) > 0
     replayed = sum(r.hits * r.bucket - r.padded_rows for r in reports)
     assert (replayed < steps.prefill_tokens) == (options.get("prefill_buckets") == [5])
@@ -92,6 +94,23 @@ def test_a_graph_takes_all_requests_that_run_at_once(model: Any) -> None:
     assert [runner.view(bucket)[1].num_reqs for bucket in runner.buckets] == [8, 10, 10]
 
 
+def test_a_request_alone_has_graphs_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose attention has no launch for short queries; up to a number of tokens, and not beside others."""
+    monkeypatch.setattr(step_graphs, "MOST_ALONE", 8)
+    prompts, params = [[8] * 5, [9] * 11, [10] * 6, [11] * 3], SamplingParams(max_new_tokens=3)
+    want = [
+        o.token_ids for o in generator(model, graphs=False, prefill_buckets=None).generate(prompts, params)
+    ]
+    g = generator(model, prefill_buckets=[8, 16], capture=TapeCapture(), backend="reference")
+    found = [o.token_ids for prompt in prompts[:2] for o in g.generate([prompt], params)]
+    found += [o.token_ids for o in g.generate(prompts[2:], params)]
+    assert found == want
+    alone, other = g.prefill_runners
+    assert [runner.histogram() for runner in (alone, other)] == [{5: 1}, {9: 1, 11: 1}]
+    assert alone.buckets == [8] and alone.view(8)[1].num_reqs == 1
+    assert len(generator(model, max_batch_size=1).prefill_runners) == 1
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) -> None:
     """Else the prefills come first, and their failure would leave the decodes a pool that is gone."""
@@ -111,7 +130,7 @@ def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) ->
     generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=ahead).generate(
         [[8, 9]]
     )
-    assert len(capture.used) == (4 if ahead else 2)
+    assert len(capture.used) == (7 if ahead else 2)
     assert len({id(pool) for pool in capture.used}) == (1 if ahead else 2)
 
 

@@ -110,13 +110,12 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
     assert any(name.startswith("prefill batch=2 tokens=5 padded=16") for name in names) == (
         prefill_buckets is not None
     )
-    prefill = generator.prefill_runner
-    reports = kernels_of_generation(
-        read_trace(path),
-        model,
-        generator.runner.launch_eager,
-        None if prefill is None else prefill.launch_padding,
-    )
+
+    def prefill(num_reqs: int, num_tokens: int) -> None:
+        runners = (runner for runner in generator.prefill_runners if runner.fits(num_reqs, num_tokens))
+        next(runners).launch_padding(num_tokens)
+
+    reports = kernels_of_generation(read_trace(path), model, generator.runner.launch_eager, prefill)
     assert not reports["decode"].rows.unmatched, reports["decode"].rows.unmatched
     assert not reports["decode"].missing, reports["decode"].rows.unmatched
     assert not reports["prefill"].rows.unmatched

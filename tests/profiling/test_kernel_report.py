@@ -329,8 +329,8 @@ def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> Non
     ]
     toy, asked = Toy(), []
 
-    def prefill_eager(tokens: int) -> Tensor:
-        asked.append(tokens)
+    def prefill_eager(requests: int, tokens: int) -> Tensor:
+        asked.append((requests, tokens))
         return toy(X)
 
     def never(rows: int) -> Tensor:
@@ -338,7 +338,7 @@ def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> Non
 
     with torch.inference_mode():
         report = kernels_of_generation(parse(events), toy, never, prefill_eager)["prefill"]
-    assert set(asked) == {4}
+    assert set(asked) == {(1, 4), (2, 4)}
     assert report.steps == 3
     assert report.is_complete
     assert counts(report) == {

@@ -227,12 +227,14 @@ def _profiled(settings: Settings, model: Any) -> Iterator[None]:
 def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelReport]:
     """Kernels of the traced generation by module; replays are matched with steps of the same size run now, on
     idle rows."""
-    decode, prefill = generator.runner, generator.prefill_runner
+    decode = generator.runner
+
+    def prefill(num_reqs: int, num_tokens: int) -> None:
+        runners = (runner for runner in generator.prefill_runners if runner.fits(num_reqs, num_tokens))
+        next(runners).launch_padding(num_tokens)
+
     return kernels_of_generation(
-        read_trace(path),
-        model,
-        None if decode is None else decode.launch_eager,
-        None if prefill is None else prefill.launch_padding,
+        read_trace(path), model, None if decode is None else decode.launch_eager, prefill
     )
 
 

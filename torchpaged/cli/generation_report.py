@@ -29,12 +29,13 @@ def summary(generator: Generator) -> str:
 
 
 def bucket_tables(generator: Generator) -> list[str]:
-    """A table of the decode graphs and one of the prefill graphs, where there are any."""
+    """A table of the decode graphs and those of the prefill graphs, where there are any."""
     if generator.runner is None:
         return []
     tables = [bucket_table(generator.runner.report())]
-    if generator.prefill_runner is not None:
-        tables.append(bucket_table(generator.prefill_runner.report(), "tokens", "padded tokens"))
+    for runner in generator.prefill_runners:
+        tokens = "tokens of 1" if runner.buffers.max_num_reqs == 1 else "tokens"
+        tables.append(bucket_table(runner.report(), tokens, "padded tokens"))
     return tables
 
 
@@ -85,8 +86,10 @@ def document(
         if generator.runner is None
         else [dataclasses.asdict(report) for report in generator.runner.report()],
         "prefill_graph_reason": generator.prefill_graph_reason,
-        "prefill_buckets": []
-        if generator.prefill_runner is None
-        else [dataclasses.asdict(r) for r in generator.prefill_runner.report()],
+        "prefill_buckets": [
+            {"max_num_reqs": runner.buffers.max_num_reqs, **dataclasses.asdict(report)}
+            for runner in generator.prefill_runners
+            for report in runner.report()
+        ],
         "fusion": generator.fusion_report and generator.fusion_report.to_dict(),
     }

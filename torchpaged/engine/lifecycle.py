@@ -39,8 +39,13 @@ class Reasons:
 
     @property
     def prefill_runner(self) -> PackedGraphRunner | None:
-        """The graph runner of prefills; None without."""
-        return None if self._prefill_graphs is None else self._prefill_graphs.runner
+        """The graph runner of prefills of any requests; None without."""
+        return next(reversed(self.prefill_runners), None)
+
+    @property
+    def prefill_runners(self) -> list[PackedGraphRunner]:
+        """Its like, too, for steps of one request with few tokens, which comes first; none without."""
+        return [] if self._prefill_graphs is None else self._prefill_graphs.runners
 
     @property
     def graph_reason(self) -> str:

@@ -6,9 +6,10 @@ were computed by.
 
 A look costs O(modules and weights), 0.1 to 0.25 ms at 16 layers. So there are two between two steps, however
 many requests come there: at the first of them, which is refused at once, and ahead of the step, in front of
-which nothing of them was computed. What a replay reads are weights, and what `torchpaged.fuse` made of them:
-unless that was called, the half of a step's look that is for modules is made while the device replays, ahead
-of all that Python runs of the model and of the tokens.
+which nothing of them was computed. What a replay reads are weights, and what `torchpaged.fuse` made of them,
+at addresses: unless that was called, only these are looked at in front of a replay. That the modules are the
+same and hold the same tensors, which the watch keeps alive, is looked at while the device replays, ahead of
+all that Python runs of the model and of the tokens.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class ModelWatch:
             self.require_unchanged()
 
     def at_call(self) -> bool:
-        """All requests of a call come, whose steps it makes itself: `look` at weights, and the next step at
+        """All requests of a call come, whose steps it makes itself: `look` at addresses, and the next step at
         the rest (`in_step`); at all of it where `torchpaged.fuse` freed what graphs may read.
 
         Raises:
@@ -87,19 +88,19 @@ class ModelWatch:
         """
         if self._is_half:
             self.is_due = True
-            self.require_unchanged(ModelState.changed_but_weights)
+            self.require_unchanged(ModelState.changed_but_moved)
             self.is_due = self._is_half = False
 
     def look(self, half: bool = False) -> bool:
         """Look at all of it; whether what was computed before is of other weights.
 
         Args:
-            half: of graphs' models at weights alone.
+            half: of graphs' models at their weights' addresses alone.
 
         Raises:
             ArgumentError: as `require_unchanged`.
         """
-        self.require_unchanged(ModelState.changed_weights if half else ModelState.changed)
+        self.require_unchanged(ModelState.moved if half else ModelState.changed)
         forget = False
         if self._shares:
             if not self._captured and self._state.changed() is not None:

@@ -182,13 +182,13 @@ def start(
     on_gpu = device.type == "cuda"
 
     def steps() -> WarmUp:
-        runner = prefill_graphs.runner if prefill_graphs is not None and decided.ahead else None
+        runners = prefill_graphs.runners if prefill_graphs is not None and decided.ahead else []
         forms = step_forms(
             options.max_batch_size,
             min(options.step_tokens, options.max_batch_size * max_blocks_per_req * model.kv_cache.block_size),
             max_blocks_per_req,
             model.kv_cache.block_size,
-            captured=0 if runner is None else runner.buckets[-1],
+            captured=runners[-1].buckets[-1] if runners else 0,
             decodes=loop is None or not decided.ahead,
             one_prompt=options.batch_invariant,
             num_sms=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0,
@@ -206,7 +206,7 @@ def start(
         if prefill_graphs is not None:
             with clock.phase("prefill graphs") as phase:
                 prefill_graphs.capture()
-                phase.count = _count(prefill_graphs.runner)
+                phase.count = sum(map(_count, prefill_graphs.runners))
     if not decided.warm_up:
         return clock.report(False, decided.warm_up_reason)
     try:
@@ -231,8 +231,8 @@ def _captured(
         yield from ((runner, bucket) for bucket in runner.buckets)
         if second is not None:
             yield from ((second, bucket) for bucket in second.can_pay(second.buckets))
-    if prefill_graphs is not None and prefill_graphs.runner is not None:
-        yield from ((prefill_graphs.runner, bucket) for bucket in prefill_graphs.runner.buckets)
+    for prefills in () if prefill_graphs is None else prefill_graphs.runners:
+        yield from ((prefills, bucket) for bucket in prefills.buckets)
 
 
 def _count(graphs: BucketedGraphs | None) -> int:

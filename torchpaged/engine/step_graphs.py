@@ -21,6 +21,11 @@ from torchpaged.graphs.capture import EagerCapture
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
+#: Steps of one request alone have graphs of their own up to so many tokens: attention needs no second launch
+#: for short queries then, and the first one begins before the kernels ahead have ended. Of more tokens the
+#: other kernels take so long that this is little.
+MOST_ALONE = 256
+
 
 class PrefillGraphs:
     """Prefill steps of ``model`` in graphs, as long as they can be had.
@@ -43,7 +48,8 @@ class PrefillGraphs:
         options: further arguments of `PackedGraphRunner`.
 
     Attributes:
-        runner: the graph runner; None once a bucket could not be captured.
+        runners: the graph runners, in the order in which they are asked for a step: of one request with few
+            tokens, then of any. None are left once a bucket could not be captured.
         reason: why there are graphs, or why not any more.
     """
 
@@ -58,19 +64,23 @@ class PrefillGraphs:
         reason: str,
         **options: Any,
     ) -> None:
-        cache = model.kv_cache
-        self.runner: PackedGraphRunner | None = PackedGraphRunner(
-            model,
-            buckets=buckets,
-            max_num_reqs=max_batch_size,
-            max_blocks_per_req=max_blocks_per_req,
-            block_size=cache.block_size,
-            num_blocks=cache.num_blocks,
-            device=torch.device(model.device),
-            ranges=profile_range,
-            session=model.session,
-            **options,
-        )
+        cache, few = model.kv_cache, [bucket for bucket in buckets if bucket <= MOST_ALONE]
+        forms = [(few, 1)] if few and max_batch_size > 1 else []
+        self.runners = [
+            PackedGraphRunner(
+                model,
+                buckets=sizes,
+                max_num_reqs=num_reqs,
+                max_blocks_per_req=max_blocks_per_req,
+                block_size=cache.block_size,
+                num_blocks=cache.num_blocks,
+                device=torch.device(model.device),
+                ranges=profile_range,
+                session=model.session,
+                **options,
+            )
+            for sizes, num_reqs in (*forms, (buckets, max_batch_size))
+        ]
         self.reason, self._required = reason, required
 
     def capture(self) -> None:
@@ -79,19 +89,18 @@ class PrefillGraphs:
         Raises:
             CaptureError: with ``required``, a bucket can't be captured; names it and the op.
         """
-        if self.runner is not None:
-            try:
-                self.runner.capture()
-            except CaptureError as error:
-                self._give_up(error)
+        try:
+            for runner in reversed(self.runners):  # the largest buckets first
+                runner.capture()
+        except CaptureError as error:
+            self._give_up(error)
 
     def replays(self, num_reqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes has its graph by now, at whose replay no Python runs."""
-        runner = self.runner
-        if runner is None or not runner.fits(num_reqs, num_tokens):
+        runner = self._runner_for(num_reqs, num_tokens)
+        if runner is None or isinstance(runner.capture_backend, EagerCapture):
             return False
-        is_eager = isinstance(runner.capture_backend, EagerCapture)
-        return not is_eager and runner.is_captured(bucket_for(runner.buckets, num_tokens))
+        return runner.is_captured(bucket_for(runner.buckets, num_tokens))
 
     def bucket_for(self, num_reqs: int, num_tokens: int) -> int | None:
         """The bucket of a step of these sizes, captured; None if Python has to launch it.
@@ -99,8 +108,8 @@ class PrefillGraphs:
         Raises:
             CaptureError: with ``required``, the bucket can't be captured.
         """
-        runner = self.runner
-        if runner is None or not runner.fits(num_reqs, num_tokens):
+        runner = self._runner_for(num_reqs, num_tokens)
+        if runner is None:
             return None
         try:
             return runner.capture_for(num_tokens)
@@ -108,15 +117,20 @@ class PrefillGraphs:
             self._give_up(error)
             return None
 
-    def run(self, *batch: Any, **options: Any) -> Tensor:
+    def run(self, input_ids: Seq[int], query_lens: Seq[int], *batch: Any, **options: Any) -> Tensor:
         """`PackedGraphRunner.run`, of a step that has a bucket."""
-        assert self.runner is not None
-        return self.runner.run(*batch, **options)
+        filled = options.get("filled", 0)
+        runner = self._runner_for(filled + len(query_lens), filled + len(input_ids))
+        assert runner is not None
+        return runner.run(input_ids, query_lens, *batch, **options)
+
+    def _runner_for(self, num_reqs: int, num_tokens: int) -> PackedGraphRunner | None:
+        return next((runner for runner in self.runners if runner.fits(num_reqs, num_tokens)), None)
 
     def _give_up(self, error: CaptureError) -> None:
         if self._required:
             raise error
-        self.runner, self.reason = None, f"automatic: {error}; prefills are launched from Python"
+        self.runners, self.reason = [], f"automatic: {error}; prefills are launched from Python"
 
 
 def make_step_graphs(

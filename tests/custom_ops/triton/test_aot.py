@@ -11,7 +11,7 @@ import torch
 
 from torchpaged import BlockSparse
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
+from torchpaged.custom_ops.block_ops.triton.packing import pack_blocks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -170,7 +170,8 @@ def test_small_kernels_compile(target: str) -> None:
         assert early_steps(copied) == ["st.global", "fence.acq_rel.gpu"]
     with launched.recorded(target) as launches:
         for unpack in (False, True):
-            pack_blocks(*torch.zeros(3, 4, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int64), unpack)
+            bases, sizes, blocks = torch.zeros(3, 4, dtype=torch.int64)
+            pack_blocks(bases, sizes, blocks, 0, torch.zeros(4, 64, dtype=torch.int64), unpack)
     for launch in launches:
         check(launched.compile_launch(launch, target), target, True)
 

@@ -293,7 +293,8 @@ def test_every_other_kernel() -> None:
                 getattr(TRITON, op)(*args, **kwargs)
         rows_of_libraries()
         pools = [torch.zeros(4, 64, dtype=torch.uint8) for _ in range(2)]
-        BlockPacking(pools, [0, 64]).run(torch.zeros(2, 128, dtype=torch.uint8), torch.tensor([1, 3]), False)
+        packing, rows = BlockPacking(pools, [0, 64]), torch.zeros(2, 128, dtype=torch.uint8)
+        packing.run(rows, torch.tensor([1, 3]), 0, unpack=False)
     defined = {
         function.__name__
         for source in kernel_sources()

@@ -12,7 +12,7 @@ from op_inputs.rope import make_rope_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
+from torchpaged.custom_ops.block_ops.triton.packing import pack_blocks
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
@@ -236,13 +236,13 @@ def test_out_and_back() -> None:
     places = [sum(widths[:i]) for i in range(len(widths))]
     sizes = torch.tensor([(w // 8, w // 8, place // 8) for w, place in zip(widths, places, strict=True)])
     rows = torch.full((5, sum(widths) // 8), -1)
-    out, back = torch.tensor([7, 2, 5]), torch.tensor([1, 8, 2])
-    pack_blocks(bases, sizes, out, rows[1:4])
+    out, back = torch.tensor([7, 2, 5]), torch.tensor([4, 1, 8, 2])
+    pack_blocks(bases, sizes, out, 0, rows[1:4])
     assert (rows[[0, 4]] == -1).all()
     assert torch.equal(rows[1:4].view(torch.uint8), torch.cat([pool[out] for pool in want], 1))
-    pack_blocks(bases, sizes, back, rows[1:4], unpack=True)
+    pack_blocks(bases, sizes, back, 1, rows[1:4], unpack=True)
     for pool, before in zip(pools, want, strict=True):
-        before[back] = before[out]
+        before[back[1:]] = before[out]
         assert torch.equal(pool, before)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -103,7 +104,7 @@ def kernels_of_generation(
     trace: Trace,
     model: nn.Module,
     launch_eager: Callable[[int], Any] | None = None,
-    prefill_eager: Callable[[int], Any] | None = None,
+    prefill_eager: Callable[[int, int], Any] | None = None,
 ) -> dict[str, KernelReport]:
     """Kernels of a traced generation, by what the engine was doing: "prefill", "decode", "other"; captures
     are left out.
@@ -114,23 +115,29 @@ def kernels_of_generation(
         model: whose modules.
         launch_eager: runs a decode step of so many rows without a graph, to match the replays of that
             bucket with.
-        prefill_eager: the same for prefills of so many tokens.
+        prefill_eager: the same for prefills of so many requests, 1 or several, and tokens.
 
     Raises:
         ProfilingUnavailableError: as `kernels_per_layer`.
     """
     _check_recorded(trace, model)
-    launches = {"replay": launch_eager, "prefill": prefill_eager}
-    eager: dict[tuple[str, int], Sequence[Activity]] = {}
+    eager: dict[tuple[str, int, int], Sequence[Activity]] = {}
 
     def reference(ranges: tuple[str, ...]) -> Sequence[Activity]:
-        found = re.search(r"^(replay|prefill) (?:\w+=\d+ )+padded=(\d+)$", "\n".join(ranges), re.MULTILINE)
-        launch = launches[found[1]] if found else None
-        if found is None or launch is None:
+        pattern = r"^(replay|prefill) batch=(\d+) (?:\w+=\d+ )*padded=(\d+)$"
+        found = re.search(pattern, "\n".join(ranges), re.MULTILINE)
+        if found is None:
             return ()
-        key, rows = (found[1], int(found[2])), int(found[2])
+        key = found[1], min(int(found[2]), 2), int(found[3])
+        launch: Callable[[], Any] | None = None
+        if key[0] == "replay" and launch_eager is not None:
+            launch = partial(launch_eager, key[2])
+        elif key[0] == "prefill" and prefill_eager is not None:
+            launch = partial(prefill_eager, *key[1:])
+        if launch is None:
+            return ()
         if key not in eager:
-            eager[key] = _run(lambda: launch(rows), model, 1).activities
+            eager[key] = _run(launch, model, 1).activities
         return eager[key]
 
     phases: dict[str, list[Activity]] = {}

@@ -43,12 +43,13 @@ def check_zero(function: str, **given: float) -> None:
 
 def refuse_invariant_splits(num_splits: int | None) -> None:
     """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in every batch,
-    and we don't yet."""
+    which the kernels behind these functions do not."""
     if type(num_splits) is int and num_splits == 1:
         raise ArgumentError(
             "num_splits",
-            "0 or None (results that do not depend on the batch's other requests are not promised)",
-            "1",
+            "0 or None",
+            "1, by which a request has the same bits in every batch",
+            "call torchpaged.paged_attention(..., batch_invariant=True)",
         )
 
 

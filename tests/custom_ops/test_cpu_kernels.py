@@ -174,16 +174,20 @@ SEVERAL = {op for family in FAMILIES for op in (*family.native, *family.on_nativ
 
 @pytest.mark.slow_cases(
     *(f"triton-cpu-attention_{name}" for name in ("lse", "tree", "block_sparse", "semaphore")),
-    *(f"triton-cpu-{name}" for name in ("selective_scan", "rg_lru", "delta_step")),
+    *(
+        f"triton-cpu-{name}"
+        for name in ("attention", "delta", "selective_scan", "rg_lru", "delta_step_prompts")
+    ),
 )
 @over("default", "cpu", "reference", "triton", gpu=("triton", "cuda", "default"), case=opcheck_cases())
 def test_opcheck(on: Kernels, case: str) -> None:
-    """In the interpreter: what the kernels write is what the schema says and has the shapes of the fakes; how
-    a trace carries the op does not depend on its kernel."""
+    """On a CPU, of all but the default: what the kernels write is what the schema says and has the shapes of
+    the fakes; how a trace carries the op does not depend on its kernel."""
     op, args, kwargs = opcheck_cases(device=on.device)[case]
     if on.backend in ("cpu", "reference") and op not in SEVERAL:
         pytest.skip("is the default")
-    utils = {"test_utils": ("test_schema", "test_faketensor")} if on[:2] == ("triton", "cpu") else {}
+    few = on.device == "cpu" and on.backend != "default"
+    utils = {"test_utils": ("test_schema", "test_faketensor")} if few else {}
     torch.library.opcheck(getattr(on.ops, op), args, kwargs, **utils)
 
 

@@ -147,6 +147,7 @@ def _tiles_kernel(
         tl.store(tiles_ptr + (at - first) // TILE, place(at, path, SPEC, TILING))
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("own", [False, True], ids=["most", "own"])
 @pytest.mark.parametrize(
     ("pattern", "group"),

@@ -60,6 +60,7 @@ def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.Mon
     assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("skip", [1, 4])
 @pytest.mark.parametrize("spec", ["mixed_padded", "mixed_small", "chunked", "left_padded"])
 def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,10 @@ def test_tiles_of_longer_queries_fit_the_grid() -> None:
 
 
 @pytest.mark.slow
-def test_many_short_queries_share_programs() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}], ids=str
+)
+def test_many_short_queries_share_programs(options: dict[str, Any]) -> None:
     """More tiles than programs of one tile, and more than twice the programs that share out the others."""
     from torchpaged.custom_ops.attention.triton.config import programs_for_longer
 
@@ -150,8 +154,7 @@ def test_many_short_queries_share_programs() -> None:
     batch = make_batch(
         BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1
     )
-    for options in ({}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}):
-        assert_as_oracle(TRITON, batch, **options)
+    assert_as_oracle(TRITON, batch, **options)
 
 
 @pytest.mark.slow_cases(but=("300-0-5.0-16", "-1-256-5.0-1"))

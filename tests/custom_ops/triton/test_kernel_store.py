@@ -101,6 +101,7 @@ def as_records(like: tuple[Any, ...], flat: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow_cases("bf16")
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "latent", "sparse"])
 def test_what_is_passed_is_what_the_machine_code_takes(kind: str) -> None:
     """Number, order and size of parameters of the real thing; another Triton that passes them otherwise

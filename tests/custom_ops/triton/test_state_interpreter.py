@@ -119,6 +119,7 @@ def test_decays_of_keys_that_are_too_far_apart_for_one_product(factor: float) ->
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, factor=8.0 + 2 * factor)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("family", ["delta", "kda"])
 def test_bfloat16_hides_the_rounding_of_the_largest_sums(family: str) -> None:
@@ -133,6 +134,7 @@ def test_bfloat16_hides_the_rounding_of_the_largest_sums(family: str) -> None:
     assert float((inputs["out"] - want).norm() / want.norm()) < 1.5e-2
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("beta", [2.2, 4.0])
 def test_a_beta_of_more_than_two_is_right_or_nan(beta: float) -> None:
@@ -149,6 +151,7 @@ def test_a_beta_of_more_than_two_is_right_or_nan(beta: float) -> None:
     assert bool(out.isnan().any()) == (beta == 4.0)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("batch", ["chunks", "mixed_empty"])
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_long_rows_of_bfloat16(state_dtype: torch.dtype, batch: str) -> None:
@@ -168,6 +171,7 @@ def test_long_rows_of_odd_strides() -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products=torch.bfloat16)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(72, 40), (1, 33)])
 def test_long_rows_of_odd_widths(key_dim: int, value_dim: int) -> None:

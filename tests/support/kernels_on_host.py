@@ -152,7 +152,7 @@ def compiled(
         )
     library = folder / "kernel.so"
     # else libraries of one process would share variables, and who comes first would set them
-    options = ["g++", "-x", "c++", "-std=c++20", "-O2", "-w", "-fPIC", "-fno-gnu-unique"]
+    options = ["g++", "-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-fno-gnu-unique"]
     if _races is None:
         commands = [[*options, "-shared", "-o", str(library), str(source)]]
     else:  # the calls of -fsanitize=thread end in races_on_host.cpp, which stands first

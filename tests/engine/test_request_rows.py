@@ -161,6 +161,25 @@ def test_move_and_clear() -> None:
     assert rows.slot_mapping[:2].tolist() == [-1, -1]
 
 
+def test_slots_of_states_are_looked_up_where_rows_change() -> None:
+    """And not in a step, which has a slice of what stays in place."""
+    looked_up: list[Tensor] = []
+
+    def find(block_table: Tensor) -> Tensor:
+        looked_up.append(block_table)
+        return 10 * block_table[:, 0]
+
+    rows = DecodeRows(6, 8, BLOCK, VOCAB, "cpu", REFERENCE, find_slots=find)
+    slots = rows.view(4)[1].state_slots
+    assert slots is not None and slots.tolist() == [0] * 4
+    rows.write({1: RowState(5, 6, [3, 9], seed=1, counter=0, remaining=9), 5: state()})
+    assert slots.tolist() == [0, 30, 0, 0]
+    rows.move([(1, 0), (5, 1)])
+    assert slots.tolist()[:2] == [30, 30] and rows.view(2)[1].state_slots.tolist() == [30, 30]
+    assert len(looked_up) == 2
+    assert make_rows().view(4)[1].state_slots is None
+
+
 def test_finish_rows_is_a_step_of_chosen_rows() -> None:
     rows = make_rows()
     rows.write({3: state(5), 1: state(9, 4, remaining=1), 0: state(11)})

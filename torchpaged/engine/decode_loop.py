@@ -63,6 +63,7 @@ class DecodeLoop(NotCopied):
         **options: Any,
     ) -> None:
         device, block_size = torch.device(model.device), model.kv_cache.block_size
+        rings = getattr(model, "rings", None)
         self.rows = DecodeRows(
             max_batch_size,
             max_blocks_per_req,
@@ -73,6 +74,7 @@ class DecodeLoop(NotCopied):
             steps_per_launch,
             MAX_IN_FLIGHT,
             stage,
+            None if rings is None else rings.slots_of,
         )
         self.runner = WholeStepRunner(
             lambda input_ids, metadata: model(input_ids, metadata, None),

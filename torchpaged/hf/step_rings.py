@@ -148,8 +148,13 @@ class StepRings:
 
     def slots(self, metadata: AttentionMetadata) -> Tensor:
         """``[num_reqs]`` int32: 1 and the ring of each row's request, its slot in pools of states; or 0."""
+        known = metadata.state_slots
+        return self.slots_of(metadata.block_table) if known is None else known
+
+    def slots_of(self, block_table: Tensor) -> Tensor:
+        """`slots` of the requests of a block table."""
         # ends of int64 make the clamped blocks int64, too, which are looked up faster than int32
-        return self.ring_of_block[metadata.block_table[:, 0].clamp(self._first, self._last)]
+        return self.ring_of_block[block_table[:, 0].clamp(self._first, self._last)]
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The same step with the tables and slots of the rings."""

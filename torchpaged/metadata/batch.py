@@ -48,6 +48,8 @@ class AttentionMetadata:
         prefixes: a `torchpaged.prefixes.buffers.StepPrefixes`: groups of requests whose first blocks are the
             same ones, read once for a group by layers that can. None: each request is read alone. Copies
             elsewhere have none.
+        state_slots: ``[num_reqs]`` int32, which slots of layers with a state the requests have. None: a
+            `torchpaged.hf.PagedModel` looks them up by the first blocks. Copies elsewhere have none.
     """
 
     block_table: Tensor
@@ -60,6 +62,7 @@ class AttentionMetadata:
     query_lens: tuple[int, ...] | None = None
     tree_mask: Tensor | None = None
     prefixes: Any = None
+    state_slots: Tensor | None = None
 
     def __repr__(self) -> str:
         """Sizes and what the host knows; no values of tensors, which would wait for the device."""
@@ -157,7 +160,7 @@ class AttentionMetadata:
     def to(self, device: torch.device | str) -> "AttentionMetadata":
         """The same batch on ``device``; copies from pinned memory do not block."""
         moved: Any = {name: x.to(device, non_blocking=True) for name, x in self.tensors().items()}
-        return replace(self, **moved, prefixes=None)
+        return replace(self, **moved, prefixes=None, state_slots=None)
 
     @classmethod
     def view(

@@ -14,7 +14,7 @@ memory, then device kernels; nothing waits.
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -74,6 +74,7 @@ class DecodeRows:
         steps_per_launch: rows of ``tokens_out``.
         launches_in_flight: launches whose tokens may be unread at once, for ``ring``.
         stage: what is done to logits in front of ``finish_step``; None: nothing.
+        find_slots: gives the slots of layers with a state, of a block table; None: there are no such layers.
 
     Attributes:
         input_ids, positions, slot_mapping, seeds, counters: ``[max_batch_size]`` int64.
@@ -81,6 +82,7 @@ class DecodeRows:
         temperature, top_p, min_p, repetition_penalty: ``[max_batch_size]`` float32.
         stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
         block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
+        state_slots: ``[max_batch_size]`` int32, looked up where rows change, not in each step.
         seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
         logits_words: ``[max_batch_size, stage.num_words]`` int32, what requests bring for ``stage``.
         query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle
@@ -104,6 +106,7 @@ class DecodeRows:
         steps_per_launch: int = 1,
         launches_in_flight: int = 4,
         stage: LogitsStage | None = None,
+        find_slots: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         sizes = {
             "max_batch_size": max_batch_size,
@@ -120,6 +123,7 @@ class DecodeRows:
         self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
         self.steps_per_launch, self._ops = steps_per_launch, ops
         self.stage = LogitsStage() if stage is None else stage
+        self._find_slots = find_slots
         rows = max_batch_size
         padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
@@ -130,6 +134,7 @@ class DecodeRows:
             self.block_table = FIELDS["block_table"].make(BatchSizes(rows, rows, max_blocks_per_req), device)
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
             self.logits_words = torch.zeros(rows, self.stage.num_words, dtype=torch.int32, device=device)
+            self.state_slots = torch.zeros(rows, dtype=torch.int32, device=device)
             self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
@@ -146,7 +151,7 @@ class DecodeRows:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
-        names = (*_FINISHED, "query_start_loc", "tokens_out", "logits_words")
+        names = (*_FINISHED, "query_start_loc", "tokens_out", "logits_words", "state_slots")
         own = {name: getattr(self, name) for name in names}
         if self.ring.records is not None:
             own["records"] = self.ring.records
@@ -156,9 +161,10 @@ class DecodeRows:
         """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
         tensors = {name: getattr(self, name) for name in METADATA_FIELDS}
         sizes = BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
-        return self.input_ids[:num_rows], AttentionMetadata.view(
-            tensors, sizes, max_query_len=1, block_size=self.block_size
-        )
+        metadata = AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=self.block_size)
+        if self._find_slots is not None:
+            metadata.state_slots = self.state_slots[:num_rows]
+        return self.input_ids[:num_rows], metadata
 
     # ------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
@@ -286,6 +292,7 @@ class DecodeRows:
             self.logits_words.index_copy_(0, index, data[:, blocks:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
+        self._look_up_slots()
 
     def append_blocks(self, blocks: Sequence[tuple[int, int, int]]) -> None:
         """Write ``(row, column, block)`` into the block table, ahead of the step that needs it.
@@ -333,6 +340,11 @@ class DecodeRows:
             for table in (self.block_table, self.stop_token_ids, self.seen, *words):
                 table.index_copy_(0, new, table.index_select(0, old))
             self._make_idle(old)
+            self._look_up_slots()
+
+    def _look_up_slots(self) -> None:
+        if self._find_slots is not None:
+            self.state_slots.copy_(self._find_slots(self.block_table))
 
     def _make_idle(self, index: Tensor) -> None:
         for name, padding in IDLE.items():

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall, Mamba2StepCall
-from torchpaged.custom_ops.state.cuda import delta_pass, delta_step, mamba2_step
-from torchpaged.custom_ops.state.cuda.linear_attention import route
+from torchpaged.custom_ops.state.cuda import delta_step, mamba2_step
+from torchpaged.custom_ops.state.cuda.linear_attention import kernels_of, route
 from torchpaged.custom_ops.state.triton import chunks
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
 
@@ -40,12 +40,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "decay": {"delta": False, "beta": False, "key_heads": 4, "key_dim": 64, "value_dim": 80},
     "kda": {"by_key": True, "key_heads": 4, "key_dim": 128, "value_dim": 128},
 }
-#: Heads of gated delta nets: as many as a warp each has, more, fewer, and no multiple.
+#: Heads of delta nets: as many as a warp each has, more, fewer, and no multiple.
 DELTA_SHAPES: dict[str, dict[str, Any]] = {
     "four heads a key head": {"key_heads": 1, "heads": 4, "state_dtype": torch.bfloat16},
     "eight": {"key_heads": 1, "heads": 8},
     "three": {"key_heads": 2, "heads": 6, "beta": False},
     "one": {"key_heads": 2, "heads": 2, "value_dim": 64},
+    "decays by key": {"key_heads": 4, "heads": 4, "by_key": True},
+    "by key, two heads a key head": {"key_heads": 1, "heads": 2, "by_key": True, "beta": False},
 }
 #: One model of each kind of layer.
 MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h", "mamba", "mamba2", "recurrent_gemma")
@@ -134,20 +136,21 @@ def test_a_long_row_of_few_heads_is_cut(family: str) -> None:
 def test_long_rows_of_delta_nets_by_cuda_match_the_oracle(
     batch: str, shape: str, segment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both kernels are in CUDA C++."""
+    """Both kernels are in CUDA C++, or the first one where keys' columns decay one by one."""
     sizes = {"dtype": torch.bfloat16, **FAMILIES["delta"], **DELTA_SHAPES[shape]}
     inputs = on_gpu(make_linear_inputs((STATE_BATCHES | LONG_BATCHES)[batch], **sizes))
     call = LinearAttentionCall(**inputs)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert has_long_rows(call) and delta_pass.why_not(call, (9, 0)) is None
+        assert has_long_rows(call) and kernels_of(call) is not None
     monkeypatch.setattr(chunks, "tiles", lambda *_: chunks.Tiles(64, 64, 2, "tf32", segment))
     assert_state_close(BACKEND_OPS["cuda"], REFERENCE, "linear_attention", inputs, torch.bfloat16)
 
 
+@pytest.mark.parametrize("family", ["delta", "kda"])
 @pytest.mark.parametrize("alike", [0.0, 0.5, 1.0], ids=["random", "near", "alike"])
-def test_the_first_kernel_of_delta_nets_is_as_exact_as_tritons(alike: float) -> None:
+def test_the_first_kernel_of_delta_nets_is_as_exact_as_tritons(alike: float, family: str) -> None:
     """Over the float64 recurrence; keys that are all alike, whose inverse is the worst, as well."""
-    inputs = make_linear_inputs(Rows(((0, 300),)), dtype=torch.bfloat16, **FAMILIES["delta"])
+    inputs = make_linear_inputs(Rows(((0, 300),)), dtype=torch.bfloat16, **FAMILIES[family])
     inputs["k"].copy_(torch.lerp(inputs["k"].float(), inputs["k"][:1].float(), alike))
     inputs["g"] *= 0.01
     errors = []
@@ -159,11 +162,12 @@ def test_the_first_kernel_of_delta_nets_is_as_exact_as_tritons(alike: float) -> 
     assert errors[1] <= 1.2 * errors[0] + 1e-4, errors
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("factor", [3.0, 10.0, 40.0])
-def test_decays_of_keys_that_are_too_far_apart_for_one_product(factor: float) -> None:
+def test_decays_of_keys_that_are_too_far_apart_for_one_product(factor: float, backend: str) -> None:
     inputs = on_gpu(make_linear_inputs(LONG_BATCHES["borders"], dtype=torch.bfloat16, **FAMILIES["kda"]))
     inputs["g"] *= factor
-    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, torch.bfloat16)
+    assert_state_close(BACKEND_OPS[backend], REFERENCE, "linear_attention", inputs, torch.bfloat16)
 
 
 @pytest.mark.parametrize("extra", [5, 8])

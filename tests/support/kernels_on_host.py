@@ -178,6 +178,7 @@ def compiled(
 _STAND_INS: dict[str, tuple[str, tuple[str, ...]]] = {
     "delta_chunks.cu": ("state_on_host.h", ()),
     "delta_pass.cu": ("delta_pass_on_host.h", ("bulk.cuh", "wgmma.cuh", "delta_pass_instructions.cuh")),
+    "key_chunks.cu": ("state_on_host.h", ()),
     "index_logits.cu": ("sparse_on_host.h", ("wgmma.cuh", "logits_instructions.cuh")),
 }
 

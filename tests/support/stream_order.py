@@ -292,7 +292,8 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("chunk_pass.py:join_kernel", SCRATCH, waits="launch", case="segments of long rows"),
         Launch("delta_chunks.cu:delta_chunks", ("out",), "start", case="cuda, long rows of delta nets"),
         Launch("delta_pass.cu:delta_pass", ("state", "out"), "start", case="cuda, the same"),
-        Launch("linear_attention.py:recurrent_kernel", ("state", "out"), waits="launch"),
+        Launch("key_chunks.cu:key_chunks", ("out",), "start", case="cuda, long rows of Kimi's"),
+        Launch("linear_attention.py:recurrent_kernel", ("state", "out"), "wait"),
         Launch(
             "state_decode.cu:update_states", ("state", "out"), "start", case="cuda, single tokens on Hopper"
         ),

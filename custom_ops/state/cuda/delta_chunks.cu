@@ -11,37 +11,16 @@
 // for sm_90; its constants: delta_chunks_config.cuh. Source: "Gated Delta Networks" (arXiv:2412.06464), 3.3.
 
 #include "delta_chunks_params.cuh"
-#include "delta_chunks_squares.cuh"
+#include "chunk_rows.cuh"
+#include "chunk_squares.cuh"
 
-// A chunk: its row's first token and tokens, how many of these are padding, its number in the row.
-struct Chunk {
-  int begin, count, first, part, end;  // end: of the tokens that get zeros where no state sees them
-  __device__ __forceinline__ int at(int i) const { return part * CHUNK + i; }
-  __device__ __forceinline__ bool live(int i) const {
-    return at(i) >= first && at(i) < count && count > SHORT;
-  }
-  __device__ __forceinline__ bool is_void(int i) const {
-    return at(i) < end && !live(i) && (at(i) >= count || count > SHORT);
-  }
-};
-
-// Row r has the chunks from starts[r] / CHUNK + r on, as custom_ops/triton/find_row.py says.
-__device__ __forceinline__ Chunk find_chunk(const Params &p, int number) {
-  int low = 0, high = p.num_reqs;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (load_l2(p.starts + middle) / CHUNK + middle <= number) low = middle;
-    else high = middle;
-  }
-  Chunk c;
-  c.begin = load_l2(p.starts + low);
-  c.count = load_l2(p.starts + low + 1) - c.begin;
-  c.part = number - c.begin / CHUNK - low;
-  c.first = min(max(c.count - load_l2(p.lens + low), 0), c.count);
-  if (load_l2(p.slots + low) == 0) c.first = c.count;
-  c.end = low == p.num_reqs - 1 ? p.num_tokens - c.begin : c.count;
-  return c;
-}
+constexpr int THREADS = 128;
+// Shared memory: rows of queries and keys, then squares of both products in their place; behind them norms,
+// and sums of decays and beta, a warp's each.
+constexpr int KEYS_AT = CHUNK * ROW_BYTES, SCORES_AT = 0, LOWER_AT = SQUARES * SQUARE_BYTES;
+constexpr int NORM_Q_AT = 2 * (KEYS_AT > LOWER_AT ? KEYS_AT : LOWER_AT), NORM_K_AT = NORM_Q_AT + CHUNK * 4;
+constexpr int WARPS_AT = NORM_K_AT + CHUNK * 4, TOTAL_AT = 0, BETA_AT = CHUNK * 4, WARP_BYTES = CHUNK * 8;
+static_assert(WARPS_AT + THREADS / 32 * WARP_BYTES == SHARED_BYTES, "as delta_chunks.py asks for it");
 
 // Rows of a chunk's queries or keys, zeros where there are none; 16 bytes each swizzled among 8.
 __device__ __forceinline__ void load_rows(u32 to, const char *from, i64 token_bytes, const Chunk &c) {
@@ -52,17 +31,6 @@ __device__ __forceinline__ void load_rows(u32 to, const char *from, i64 token_by
     const bool live = c.live(i);
     const char *row = from + (live ? c.begin + (i64)c.at(i) : c.begin) * token_bytes;
     cp_async_or_zero(to + i * ROW_BYTES + (piece ^ (i & 7)) * 16, row + piece * 16, live);
-  }
-}
-
-__device__ __forceinline__ void store_zeros(const Params &p, const Chunk &c, int key_head) {
-  for (int i = 0; i < CHUNK; ++i) {
-    if (!c.is_void(i)) continue;
-    for (int n = threadIdx.x; n < GROUP * VALUE_DIM; n += THREADS) {
-      const int head = key_head * GROUP + n / VALUE_DIM;
-      const i64 at = (c.begin + (i64)c.at(i)) * p.out_token + head * p.out_head + n % VALUE_DIM;
-      ((u16 *)p.out)[at] = 0;
-    }
   }
 }
 
@@ -122,7 +90,7 @@ __device__ __forceinline__ Gates load_gates(const Params &p, const Chunk &c, cha
     float beta = live ? 1.f : 0.f, x = live ? p.g[token * p.g_token + head] : 0.f;
     if (BETA == 1 && live) beta = to_float<false>(((const u16 *)p.beta)[token * p.beta_token + head]);
     if (BETA == 2 && live) beta = ((const float *)p.beta)[token * p.beta_token + head];
-    x = (x < LEAST_DECAY ? LEAST_DECAY : x) * LOG2E;  // NaN stays
+    x = log2_decay(x);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float before = __shfl_up_sync(ALL, x, step);
@@ -137,42 +105,6 @@ __device__ __forceinline__ Gates load_gates(const Params &p, const Chunk &c, cha
   for (int h = 0; h < 2; ++h) ((float *)(mine + TOTAL_AT))[lane + h * 32] = gates.total[h];
   __syncwarp();
   return gates;
-}
-
-// `solved`, of what `weigh` gives of a square of products of keys.
-template <class Weigh>
-__device__ __forceinline__ void solve(const Weigh &weigh, const float *beta, char *record, int lane) {
-  Square diagonal[STRIPS];
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) diagonal[r] = weigh(r, r);
-  invert<STRIPS>(diagonal, lane);
-  u32 own[STRIPS][4];
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) diagonal[r].fragment(own[r]);
-  Turned solved[STRIPS - 1][STRIPS - 1];  // squares of T, to be multiplied from the left
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) {
-    if (r < STRIPS - 1) solved[r][r] = Turned::of(own[r]);
-    diagonal[r].scale_columns(beta, r, lane);
-    diagonal[r].store(record + SOLVED + square_at(r, r), lane);
-    u32 left[STRIPS - 1][4];
-#pragma unroll
-    for (int m = 0; m < r; ++m) weigh(r, m).fragment(left[m]);
-#pragma unroll
-    for (int n = 0; n < r; ++n) {
-      Square t = {}, sum = {};
-#pragma unroll
-      for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
-      u32 x[4];
-      sum.fragment(x);
-      t.add(own[r], Turned::of(x));
-      t.negate();
-      t.fragment(x);
-      if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
-      t.scale_columns(beta, n, lane);
-      t.store(record + SOLVED + square_at(r, n), lane);
-    }
-  }
 }
 
 // A head's record, or what of it is made of products of queries, or of keys.
@@ -204,7 +136,7 @@ __device__ __forceinline__ void relate(const char *memory, const char *mine, con
     if constexpr (OF_QUERIES) {
       scores.get(queries + products_at(r, c));
       scores.weigh(decays, of_q, r == c, true, lane);
-      scores.store(record + SCORES + square_at(r, c), lane);
+      scores.store<BLOCK, 16, ROW_OF_BLOCKS>(record + SCORES + square_at(r, c), lane);
     }
     if constexpr (OF_KEYS) {
       lower.get(keys + products_at(r, c));
@@ -213,7 +145,10 @@ __device__ __forceinline__ void relate(const char *memory, const char *mine, con
     return lower;
   };
   if constexpr (OF_KEYS) {
-    solve(weigh, beta, record, lane);
+    const auto store = [&](int r, int c, const Square &square) {
+      square.store<BLOCK, 16, ROW_OF_BLOCKS>(record + SOLVED + square_at(r, c), lane);
+    };
+    solve(weigh, store, beta, lane);
   } else {
 #pragma unroll
     for (int n = 0; n < STRIPS * STRIPS; ++n)
@@ -229,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const u32 shared = shared_address(memory);
   const int key_head = blockIdx.x % KEY_HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Chunk c = find_chunk(p, blockIdx.x / KEY_HEADS);
-  if (c.at(0) < c.end && (!c.live(0) || !c.live(CHUNK - 1))) store_zeros(p, c, key_head);
+  if (c.at(0) < c.end && (!c.live(0) || !c.live(CHUNK - 1)))
+    store_zeros<GROUP, THREADS>(p, c, key_head * GROUP);
   if (c.count <= SHORT || c.at(0) >= c.count || c.at(CHUNK - 1) < c.first) return;  // no token is live
   load_rows(shared, p.q + key_head * p.q_head * 2, p.q_token * 2, c);
   load_rows(shared + KEYS_AT, p.k + key_head * p.k_head * 2, p.k_token * 2, c);

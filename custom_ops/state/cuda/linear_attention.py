@@ -1,6 +1,6 @@
 """linear_attention of the ``cuda`` backend: single tokens by the Hopper kernel; all others, and everything
-that it can't take, by the Triton kernels. Over long rows of gated delta nets kernels for Hopper stand in the
-place of two of them."""
+that it can't take, by the Triton kernels. Over long rows kernels for Hopper stand in the place of two of them
+for gated delta nets, of one for Kimi delta attention."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
-from torchpaged.custom_ops.state.cuda import decode, delta_chunks, delta_pass
+from torchpaged.custom_ops.state.cuda import decode, delta_chunks, delta_pass, key_chunks
 
 if TYPE_CHECKING:
     from torchpaged.custom_ops.state.triton.chunks import Kernels
+    from torchpaged.custom_ops.state.triton.records import Chunks
 
 
 def linear_attention(call: LinearAttentionCall) -> None:
@@ -33,9 +34,19 @@ def kernels_of(call: LinearAttentionCall) -> Kernels | None:
     """What takes the place of Triton's kernels for long rows, of a checked call."""
     from torchpaged.custom_ops.state.triton.chunks import Kernels
 
-    if delta_pass.why_not(call, gpu.capability(call.v.device.index or 0)):
-        return None
-    return Kernels(delta_chunks.launch, delta_pass.launch, delta_pass.CUT)
+    capability = gpu.capability(call.v.device.index or 0)
+    if delta_pass.why_not(call, capability) is None:
+        return Kernels(delta_chunks.launch, delta_pass.launch, delta_pass.CUT)
+    return Kernels(_relate_by_key) if key_chunks.why_not(call, capability) is None else None
+
+
+def _relate_by_key(call: LinearAttentionCall, short: int) -> Chunks:
+    """Of long rows whose keys' columns decay one by one."""
+    from torchpaged.custom_ops.state.triton.chunks import workspace
+
+    chunks = workspace(call, key_chunks.CHUNK)
+    key_chunks.launch(call, chunks, short)
+    return chunks
 
 
 def route(call: LinearAttentionCall) -> str | None:

@@ -38,13 +38,13 @@ class Kernels(NamedTuple):
         relate_tokens: the first kernel's, of a call whose rows are even, for rows of more tokens than the
             last argument; what it leaves to the second.
         pass_chunks: the second's, over that. Further arguments: what segments are joined by, their tokens,
-            whether it is the first pass.
+            whether it is the first pass. None: Triton's, over `Chunks`.
         cut: tokens of the longest row from which on it is cut into segments.
     """
 
-    relate_tokens: Callable[[LinearAttentionCall, int], Tensor]
-    pass_chunks: Callable[[LinearAttentionCall, Tensor, int, Tensor | None, int, bool], None]
-    cut: int
+    relate_tokens: Callable[[LinearAttentionCall, int], Any]
+    pass_chunks: Callable[[LinearAttentionCall, Tensor, int, Tensor | None, int, bool], None] | None = None
+    cut: int = CUT
 
 
 class Tiles(NamedTuple):
@@ -106,8 +106,8 @@ def even(x: Tensor) -> Tensor:
     return x
 
 
-def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
-    """Memory for what the first kernel leaves to the second, by the number of tokens."""
+def workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
+    """Memory for what the first kernel leaves to the second, by the number of tokens; none for ``sums``."""
     num_tokens, num_heads, _ = call.v.shape
     dtype = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
 
@@ -120,8 +120,7 @@ def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
         number = num_tokens // chunk + call.state_slots.shape[0]
         decay = call.v.new_empty(number, num_heads, key_dim, dtype=wide)
         by_key = {name: new(key_dim) for name in ("queries", "known", "keys")}
-        by_key |= {"decay": decay, "sums": new(KEY_TILE, dtype=wide)}
-        return chunks._replace(solved=new(chunk), seen=chunks.left, **by_key)
+        return chunks._replace(solved=new(chunk), seen=chunks.left, decay=decay, **by_key)
     chunks = chunks._replace(decay=new(dtype=wide))
     return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks
 
@@ -148,7 +147,10 @@ class _Launches:
     def relate_tokens(self) -> Chunks:
         """The first kernel; what it leaves to the second."""
         call, chunk, (num_reqs, num_tokens) = self._call, self._tile.chunk, self._sizes
-        by_key, chunks = call.g.dim() == 3, _workspace(call, chunk)
+        by_key, chunks = call.g.dim() == 3, workspace(call, chunk)
+        if by_key:
+            sums = call.v.new_empty(self._heads, num_tokens, KEY_TILE, dtype=torch.float32)
+            chunks = chunks._replace(sums=sums)
         widest = max(call.q.shape[2], call.v.shape[2])
         launch_kernel(
             key_chunk_kernel if by_key else chunk_kernel,
@@ -223,6 +225,8 @@ def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels | None) -> None
     run_pass: Callable[[Tensor | None, int, bool], None]
     if kernels is None:
         run_pass = partial(launches.pass_chunks, launches.relate_tokens())
+    elif kernels.pass_chunks is None:
+        run_pass = partial(launches.pass_chunks, kernels.relate_tokens(call, SHORT))
     else:
         run_pass = partial(kernels.pass_chunks, call, kernels.relate_tokens(call, SHORT), SHORT)
     (num_tokens, num_heads, value_dim), key_dim = call.v.shape, call.q.shape[2]

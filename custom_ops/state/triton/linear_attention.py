@@ -19,7 +19,7 @@ from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kerne
 from torchpaged.custom_ops.state.triton.records import Batch, State
 from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 #: Numbers of a state that a program holds, and a warp: 64 registers of each thread.
@@ -84,6 +84,7 @@ def recurrent_kernel(
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
     SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; ``q, k, v, g, out``: `Tokens`;
     ``beta``: `Matrix`; GROUP: heads per key head; BY_KEY: a decay per row of the state; SHORT: rows of more
@@ -92,6 +93,9 @@ def recurrent_kernel(
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
     req = pid // (VALUE_TILES * NUM_HEADS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     begin, count, first, slot, seq_len = row_of(req, batch)
     if (SHORT > 0) & (count > SHORT):
         return
@@ -182,4 +186,5 @@ def linear_attention(
         launch_kernel(linear_decode_kernel, grid, *arguments, **options, **of_decode(state, tile))
     else:
         short = SHORT if in_chunks else 0
-        launch_kernel(recurrent_kernel, grid, *arguments, **options, SHORT=short)
+        early = early_launch(v.device)  # behind long rows it has nothing to do, mostly
+        launch_kernel(recurrent_kernel, grid, *arguments, **options, SHORT=short, **early)

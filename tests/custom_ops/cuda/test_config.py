@@ -31,10 +31,11 @@ from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
 from torchpaged.custom_ops.state.cuda.delta_chunks import DELTA_CHUNKS, ChunkSpec
 from torchpaged.custom_ops.state.cuda.delta_pass import DELTA_PASS, PassSpec
 from torchpaged.custom_ops.state.cuda.delta_step import DELTA_STEP, StepSpec
+from torchpaged.custom_ops.state.cuda.key_chunks import KEY_CHUNKS, KeyChunkSpec
 from torchpaged.custom_ops.state.cuda.mamba2_step import MAMBA2_STEP, Mamba2StepSpec
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
-OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS, DELTA_PASS)
+OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS, DELTA_PASS, KEY_CHUNKS)
 TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, *OF_STATES)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
@@ -63,6 +64,7 @@ def examples() -> dict[str, Config]:
         ).config(),
         "delta_chunks_config.cuh": ChunkSpec(128, 8, 2, 16, 1).config(),
         "delta_pass_config.cuh": PassSpec(128, 16, 2, 2, 16, True).config(),
+        "key_chunks_config.cuh": KeyChunkSpec(128, 32, 1, 16, 2).config(),
         "delta_step_config.cuh": StepSpec(
             128, 128, 16, 2, 1, 2, False, False, False, 4, False, True, False, False, False
         ).config(),

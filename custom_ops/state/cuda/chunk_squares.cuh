@@ -1,19 +1,13 @@
-// Squares of 16 x 16 numbers in a warp's registers, and shared memory of the kernel of a gated delta net's
-// chunks. A lane has rows lane / 4 and + 8, columns lane % 4 * 2 and + 1 of both halves: what products give.
+// Squares of 16 x 16 numbers in a warp's registers: what the first kernels of long rows of delta nets make of
+// a chunk's tokens. A lane has rows lane / 4 and + 8, columns lane % 4 * 2 and + 1 of both halves: what
+// products give.
 #pragma once
 
-#include "delta_chunks_params.cuh"
+#include "../../cuda/machine.cuh"
 #include "delta_records.cuh"
 
-constexpr int THREADS = 128;
-constexpr float LEAST_DECAY = -100.f;  // of a token, as custom_ops/state/triton/chunk_products.py says
-// Shared memory: rows of queries and keys, then squares of both products in their place; behind them norms,
-// and sums of decays and beta, a warp's each.
-constexpr int ROW_BYTES = KEY_DIM * 2, KEYS_AT = CHUNK * ROW_BYTES;
-constexpr int SQUARE_BYTES = 1024, SCORES_AT = 0, LOWER_AT = SQUARES * SQUARE_BYTES;
-constexpr int NORM_Q_AT = 2 * (KEYS_AT > LOWER_AT ? KEYS_AT : LOWER_AT), NORM_K_AT = NORM_Q_AT + CHUNK * 4;
-constexpr int WARPS_AT = NORM_K_AT + CHUNK * 4, TOTAL_AT = 0, BETA_AT = CHUNK * 4, WARP_BYTES = CHUNK * 8;
-static_assert(WARPS_AT + THREADS / 32 * WARP_BYTES == SHARED_BYTES, "as delta_chunks.py asks for it");
+constexpr int ROW_BYTES = KEY_DIM * 2;  // of queries or keys in shared memory
+constexpr int SQUARE_BYTES = 1024;      // of a square of float32 there
 
 // Of a square of products.
 __device__ __forceinline__ constexpr int products_at(int row, int column) {
@@ -75,6 +69,11 @@ struct Square {
       x[n / 4][n % 4] = exp2_(of_rows[n % 4 / 2] - total[j]) * column[j];
     }
   }
+  // A factor of each column.
+  __device__ __forceinline__ void fill(const float *column, int c, int lane) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n / 4][n % 4] = column[c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2];
+  }
   // Times these and a factor of each row; where `on_diagonal`, 0 above it, and on it but for ``with_own``.
   __device__ __forceinline__ void weigh(const Square &decays, const float (&rows)[2], bool on_diagonal,
                                         bool with_own, int lane) {
@@ -89,16 +88,18 @@ struct Square {
 #pragma unroll
     for (int n = 0; n < 8; ++n) x[n / 4][n % 4] *= column[c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2];
   }
-  // As bfloat16 to a record. Neighbours exchange numbers: a lane then has 8 bytes of a block's row.
-  __device__ __forceinline__ void store(char *to, int lane) const {
+  // As bfloat16. Neighbours exchange numbers: a lane then has 8 bytes of a row of 8 columns. Rows are ROW
+  // bytes apart, their halves HALF, and halves of the rows EIGHT; ``live``: which of a lane's two rows are.
+  template <int HALF, int ROW, int EIGHT>
+  __device__ __forceinline__ void store(char *to, int lane, bool live = true, bool live_too = true) const {
     const bool odd = lane % 2;
-    char *const at = to + lane % 2 * BLOCK + lane / 4 * 16 + lane % 4 / 2 * 8;
+    char *const at = to + lane % 2 * HALF + lane / 4 * ROW + lane % 4 / 2 * 8;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 low = pack<false>(x[0][h * 2], x[0][h * 2 + 1]);
       const u32 high = pack<false>(x[1][h * 2], x[1][h * 2 + 1]);
       const u32 got = __shfl_xor_sync(ALL, odd ? low : high, 1);
-      *(uint2 *)(at + h * ROW_OF_BLOCKS) = odd ? uint2{got, high} : uint2{low, got};
+      if (h ? live_too : live) *(uint2 *)(at + h * EIGHT) = odd ? uint2{got, high} : uint2{low, got};
     }
   }
 };
@@ -144,5 +145,41 @@ template <int COUNT> __device__ __forceinline__ void invert(Square (&squares)[CO
     mma<true>(z, b, movmatrix_trans(pack<true>(block[s][0], block[s][1])), 0);
     Square &done = squares[s];
     done = {{{block[s][0], block[s][1], -z[0], -z[1]}, {0.f, 0.f, block[s][2], block[s][3]}}};
+  }
+}
+
+// `solved`, of what `weigh` gives of a square of products of keys; ``store`` takes its squares.
+template <class Weigh, class Store>
+__device__ __forceinline__ void solve(const Weigh &weigh, const Store &store, const float *beta, int lane) {
+  Square diagonal[STRIPS];
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) diagonal[r] = weigh(r, r);
+  invert<STRIPS>(diagonal, lane);
+  u32 own[STRIPS][4];
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) diagonal[r].fragment(own[r]);
+  Turned solved[STRIPS - 1][STRIPS - 1];  // squares of T, to be multiplied from the left
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) {
+    if (r < STRIPS - 1) solved[r][r] = Turned::of(own[r]);
+    diagonal[r].scale_columns(beta, r, lane);
+    store(r, r, diagonal[r]);
+    u32 left[STRIPS - 1][4];
+#pragma unroll
+    for (int m = 0; m < r; ++m) weigh(r, m).fragment(left[m]);
+#pragma unroll
+    for (int n = 0; n < r; ++n) {
+      Square t = {}, sum = {};
+#pragma unroll
+      for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
+      u32 x[4];
+      sum.fragment(x);
+      t.add(own[r], Turned::of(x));
+      t.negate();
+      t.fragment(x);
+      if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
+      t.scale_columns(beta, n, lane);
+      store(r, n, t);
+    }
   }
 }

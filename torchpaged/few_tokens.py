@@ -1,4 +1,5 @@
-"""Products of few tokens with large weights on a CPU, by the op ``linear`` in the place of torch's.
+"""Products of few tokens with large weights on a CPU, by ops in the place of torch's: ``linear``, and
+``apply_experts`` for the experts of mixtures that transformers' interface of experts runs.
 
 A step of decoding reads every weight for a token or some. On processors that its library does not know best,
 torch reads them at half the speed of memory (docs/log/products_cpu.md). Sums are of the weights' dtype or
@@ -14,14 +15,44 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
 from torchpaged.custom_ops import BACKEND_OPS, native_status
+from torchpaged.custom_ops.experts.limits import MAX_TOP_K
 
 #: Tokens, at most: prompts go on in torch.
 MAX_TOKENS = 32
 #: Numbers of a weight, at least: below, a call of an op costs more than is saved.
 MIN_NUMBERS = 1 << 18
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it
+#: is refused.
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Where forwards of their classes are defined, or what decorates them.
 _HOMES = ("torch.", "transformers.", "kernels.")
+
+
+def _is_plain(input: Tensor) -> bool:
+    """Whether an op may take a tensor: nothing traces, differentiates, maps or casts what is computed."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or unpack_dual(input).tangent is not None  # forward-mode derivatives go on under no_grad
+        or peek_interpreter_stack() is not None  # vmap and its like, which have no rule for the op
+        or torch.is_autocast_enabled("cpu")
+        or type(input) is not Tensor
+        or not input.is_cpu
+        or input.layout != torch.strided
+        or input.dtype not in DTYPES
+    )
+
+
+def _takes(weight: Any, dtype: torch.dtype) -> bool:
+    """Whether an op takes a parameter together with inputs of that dtype."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_cpu
+        and weight.layout == torch.strided
+        and weight.dtype == dtype
+        and weight.is_contiguous()
+    )
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
@@ -31,20 +62,10 @@ def forward(self: Any, input: Tensor) -> Tensor:
         return type(self).forward(self, input)
     weight, bias = self.weight, self.bias
     if (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or unpack_dual(input).tangent is not None  # forward-mode derivatives go on under no_grad
-        or peek_interpreter_stack() is not None  # vmap and its like, which have no rule for the op
-        or torch.is_autocast_enabled("cpu")
-        or type(input) is not Tensor
-        or type(weight) is not nn.Parameter
-        or not (input.is_cpu and weight.is_cpu)
-        or not input.layout == weight.layout == torch.strided
-        or input.dtype != weight.dtype
-        or weight.dtype not in DTYPES
+        not _is_plain(input)
+        or not _takes(weight, input.dtype)
         or input.shape[-1:] != weight.shape[1:]
         or input.numel() > MAX_TOKENS * weight.shape[1]
-        or not weight.is_contiguous()
         or not (bias is None or (type(bias) is nn.Parameter and bias.is_contiguous()))
         or not (bias is None or bias.shape == weight.shape[:1])  # torch repeats one that is shorter
     ):
@@ -55,20 +76,77 @@ def forward(self: Any, input: Tensor) -> Tensor:
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
-def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
-    """What a module of that class name gets, see `torchpaged.hf.families.Maker`."""
-    if type(module) is not nn.Linear or own_forward(module) is not None or not native_status()[0]:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Of the experts of a mixture, as transformers' interface of experts has them. Whatever else its modules
+    and options compute runs as the model's experts implementation says."""
+    x = hidden_states
+    activation = name_of_activation(self.act_fn)
+    if (
+        not _has_known_experts(self)
+        or activation is None
+        or not _is_plain(x)
+        or not (_takes(self.gate_up_proj, x.dtype) and _takes(self.down_proj, x.dtype))
+        or x.shape[1:] != self.gate_up_proj.shape[2:]
+        or not 0 < x.shape[0] <= MAX_TOKENS
+        or top_k_index.shape[1] > MAX_TOP_K
+        or top_k_index.shape != top_k_weights.shape
+    ):
+        out: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+        return out
+    x, out = x.contiguous(), torch.empty_like(x)
+    ids, weights = top_k_index.int(), top_k_weights.float()
+    BACKEND_OPS["cpu"].apply_experts(
+        x, self.gate_up_proj, self.down_proj, ids, weights, out, activation=activation
+    )
+    return out
+
+
+experts_forward.__name__ = "forward"  # by which a bound method is pickled: then it is its class's
+FORWARDS = (forward, experts_forward)
+
+
+def _has_known_experts(module: Any) -> bool:
+    """Whether a module of that interface computes what ``apply_experts`` does, and leaves it to the default
+    of the model's experts implementations."""
+    return (
+        module.config._experts_implementation == "grouped_mm"
+        and module.has_gate
+        and module.is_concatenated
+        and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
+        and type(module)._apply_gate.__module__ == "transformers.integrations.moe"  # no gate of its own
+    )
+
+
+def name_of_activation(act: Any) -> str | None:
+    """The ops' name for an activation, a module or a function of torch; None: none of theirs."""
+    if act is torch.nn.functional.silu:
+        return "silu"
+    # "gelu_python": the same formula, but not torch's function
+    if getattr(getattr(act, "act", None), "__self__", None) is act:
         return None
-    weight = module.weight
-    large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS and weight.layout == torch.strided
-    return ("forward", forward) if large and weight.device.type == "cpu" and weight.is_contiguous() else None
+    return ACTIVATIONS.get(type(act).__name__)
+
+
+def of_few_tokens(module: Any) -> tuple[str, Any] | None:
+    """What a module gets, see `torchpaged.hf.families.Maker`: large products of a CPU one of `FORWARDS`."""
+    if own_forward(module) is not None or not native_status()[0]:
+        return None
+    given: Any = None
+    if type(module) is nn.Linear:
+        weights, given = [module.weight], forward
+    elif hasattr(module, "is_concatenated") and _has_known_experts(module):
+        weights, given = [module.gate_up_proj, module.down_proj], experts_forward
+    if given is None or not all(each.dtype in DTYPES and _takes(each, each.dtype) for each in weights):
+        return None
+    numbers = weights[-1].shape[-2:].numel()  # of one expert
+    return ("forward", given) if numbers >= MIN_NUMBERS else None
 
 
 def takes_few_tokens(module: nn.Module) -> bool:
-    """Whether a module runs that forward, which is its class's but for the order of sums; or, from a pickle
-    of one of ours, its class's."""
+    """Whether a module runs one of `FORWARDS`, which is its class's but for the order of sums; or, from a
+    pickle of one of ours, its class's."""
     own = getattr(vars(module).get("forward"), "__func__", None)
-    return own is not None and own in (forward, type(module).forward)  # a scripted module's class has none
+    return own is not None and own in (*FORWARDS, type(module).forward)  # a scripted module's class has none
 
 
 def own_forward(module: Any) -> Any:

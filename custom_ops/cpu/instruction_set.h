@@ -49,6 +49,17 @@ inline bool asks_ahead() {
 #endif
 }
 
+// Whether memory gives more where several rows are read side by side: Intel's cores fetch ahead for each page
+// apart.
+inline bool reads_side_by_side() {
+#if defined(__x86_64__)
+  static const bool reads = instruction_level() == 2 && __builtin_cpu_is("intel");
+  return reads;
+#else
+  return false;
+#endif
+}
+
 }  // namespace torchpaged
 
 // Of a function that has a copy for each instruction set: the best one that this processor runs.

@@ -122,7 +122,7 @@ def test_each_is_needed() -> None:
     }
     own = {name for name, family in FAMILIES.items() if family.own_attention}
     with_own_attention = {name for model_type in own for name in family_of(model_type).modules}
-    assert {*reasons, *only_old, "Linear"} == set(MODULES) - with_own_attention  # test_few_tokens.py
+    assert {*reasons, *only_old} == set(MODULES) - with_own_attention
     types = ["ctrl", "dbrx", "longcat_flash", "recurrent_gemma", "gemma3n_text", "gemma4_text"]
     types = [name for name in [*types, "gemma4_unified_text"] if name in model_types()]
     models = [*map(model_of, types), encoder_decoders.model_of("m2m_100")]

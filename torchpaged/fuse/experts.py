@@ -13,21 +13,8 @@ from torch import Tensor, nn
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.experts.limits import MAX_TOKENS, MAX_TOP_K
+from torchpaged.few_tokens import name_of_activation
 from torchpaged.fuse.stacked import Stacked
-
-#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it
-#: is refused.
-ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
-
-
-def name_of_activation(act: Any) -> str | None:
-    """The ops' name for an activation, a module or a function of torch; None: none of theirs."""
-    if act is torch.nn.functional.silu:
-        return "silu"
-    # "gelu_python": the same formula, but not torch's function
-    if getattr(getattr(act, "act", None), "__self__", None) is act:
-        return None
-    return ACTIVATIONS.get(type(act).__name__)
 
 
 # How routers choose, as options of `route_experts`:

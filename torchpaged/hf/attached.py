@@ -66,7 +66,7 @@ class Replaced:
         Raises:
             NotCopyableError: of any other.
         """
-        if self.by is few_tokens.forward:
+        if self.by in few_tokens.FORWARDS:
             return Replaced, (None, self.by)
         raise NotCopyableError(
             "an attached model whose modules have functions of torchpaged's can't be pickled: call "
@@ -131,9 +131,10 @@ def _looking_at_prompts(model: PreTrainedModel) -> dict[Any, Function]:
     return {model: (name, prepare)}
 
 
-def _other_modules(model: PreTrainedModel) -> dict[Any, Function | None]:
-    named = ((module, type(module).__name__) for module in model.modules())
-    return {module: MODULES[name](module) for module, name in named if name in MODULES}
+def _other_modules(model: PreTrainedModel) -> dict[Any, Function]:
+    makers = ((each, MODULES.get(type(each).__name__, few_tokens.of_few_tokens)) for each in model.modules())
+    given = ((module, maker(module)) for module, maker in makers)
+    return {module: made for module, made in given if made is not None}
 
 
 def give_functions(model: PreTrainedModel) -> None:
@@ -152,7 +153,7 @@ def give_traceable(model: PreTrainedModel) -> dict[Any, tuple[str, Any]]:
     own keeps it."""
     given = {}
     for module, made in _other_modules(model).items():
-        if made is not None and made[0] not in vars(module):
+        if made[0] not in vars(module):
             given[module] = made[0], types.MethodType(made[1], module)
             setattr(module, *given[module])
     return given

@@ -57,7 +57,7 @@ class Family:
             ``"falcon.modeling_falcon.FALCON_ATTENTION_CLASSES"`` under transformers.models.
         attention: class of an attention module that ignores the interface -> what makes its function.
         modules: class of another module, in any model that is attached -> the same: those that go with such
-            attention, those whose code breaks a trace, and products of few tokens on a CPU.
+            attention, and those whose code breaks a trace. Others get `torchpaged.few_tokens.of_few_tokens`.
         functions: of a model that is attached, the modules that get one, where its class does not say it.
         packed: class of a module that keeps states, or takes no cache with others' -> its forward over the
             packed tokens of a `torchpaged.hf.packed_state.PackedState`; with another cache it calls its

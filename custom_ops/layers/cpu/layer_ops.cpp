@@ -66,6 +66,7 @@ void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std
   p.norm_eps = norm_eps; p.norm_offset = norm_offset;
   const bool is_double = p.x.dtype == Number::Double;
   p.ahead = p.tokens > 1 && asks_ahead();
+  p.side_by_side = p.tokens == 1 && reads_side_by_side();
   const LinearKernels kernels = choose(p);
   const int64_t packed = p.tokens * packed_size(p), size = is_double ? 8 : 4,
                 bytes = (packed + p.tokens * p.outputs) * size + 64;

@@ -13,7 +13,8 @@ struct Linear {
   int64_t tokens, inputs, outputs;  // outputs: rows of the weight
   double norm_eps, norm_offset;
   Gate gate;
-  bool ahead;  // rows are asked for while those before them are multiplied
+  bool ahead;         // rows are asked for while those before them are multiplied
+  bool side_by_side;  // several rows go along with one token
 };
 
 constexpr int64_t ROWS = 3;  // of a weight that are multiplied together

@@ -14,9 +14,11 @@ namespace {
 // ahead by themselves where little is computed. The others find the panel in the second cache.
 //
 // Where that loses (`Linear::ahead`, instruction_set.h), several tokens go along at once, and each row asks
-// for one that comes later: the second cache then has it in time.
+// for one that comes later: the second cache then has it in time. One token alone goes along several rows at
+// once where that gives more of memory (`Linear::side_by_side`); the next ones are asked for if numbers have
+// two bytes.
 constexpr int64_t PANEL = int64_t(1) << 17;  // bytes
-constexpr int64_t PANEL_ROWS = 48, AHEAD_ROWS = 24;
+constexpr int64_t PANEL_ROWS = 48, AHEAD_ROWS = 24, SIDE_BY_SIDE = 8;
 constexpr int64_t BLOCK = 2048;  // bytes of a row, so that as many of each token stay in the first cache
 
 // Tokens that take a part of a weight together: as many as their sums stay in registers.
@@ -90,15 +92,15 @@ __attribute__((always_inline)) inline void add_products(const X* x, const T* con
   typedef Step<A, T> S;
   for (int64_t i = 0; i < numbers; i += NUMBERS<X>, x += TOKENS * NUMBERS<X>) {
     typename S::Row w[COUNT];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < COUNT; ++r) {
       S::load_row(rows[r] + i, w[r]);
-      if (VEC_WIDTH == 16 && TOKENS > 1)
+      if (VEC_WIDTH == 16 && (TOKENS > 1 || (COUNT > 1 && sizeof(T) == 2)))
         __builtin_prefetch(reinterpret_cast<const char*>(rows[r] + i) + ahead, 0, 2);
     }
 #pragma GCC unroll 8  // else sums go through memory
     for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < COUNT; ++r) S::add(sums[t][r], w[r], x + t * NUMBERS<X>);
   }
 }
@@ -109,7 +111,7 @@ void multiply(const X* x, const T* const* rows, int64_t numbers, int64_t ahead, 
   W<A> sums[TOKENS][COUNT];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < COUNT; ++r) sums[t][r] = y[t * pitch + r];
   const int64_t whole = numbers / NUMBERS<X> * NUMBERS<X>, rest = numbers - whole;
   add_products<A, TOKENS, COUNT>(x, rows, whole, ahead, sums);
@@ -124,16 +126,19 @@ void multiply(const X* x, const T* const* rows, int64_t numbers, int64_t ahead, 
   }
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < COUNT; ++r) y[t * pitch + r] = sums[t][r];
 }
 
 template <typename A, typename T, int TOKENS = MOST, typename X>
-void multiply_group(int64_t tokens, const X* x, const T* const* rows, int64_t numbers, int64_t ahead, W<A>* y,
-                    int64_t pitch) {
-  if (TOKENS == 1 || tokens == TOKENS)
+void multiply_group(int64_t tokens, bool side_by_side, const X* x, const T* const* rows, int64_t numbers,
+                    int64_t ahead, W<A>* y, int64_t pitch) {
+  if (VEC_WIDTH == 16 && side_by_side)
+    multiply<A, 1, SIDE_BY_SIDE>(x, rows, numbers, ahead, y, pitch);
+  else if (TOKENS == 1 || tokens == TOKENS)
     multiply<A, TOKENS, TOKENS == 1 ? 1 : ROWS>(x, rows, numbers, ahead, y, pitch);
-  else if constexpr (TOKENS > 1) multiply_group<A, T, TOKENS - 1>(tokens, x, rows, numbers, ahead, y, pitch);
+  else if constexpr (TOKENS > 1)
+    multiply_group<A, T, TOKENS - 1>(tokens, false, x, rows, numbers, ahead, y, pitch);
 }
 
 template <typename A, typename T>
@@ -142,7 +147,9 @@ void sum_products_of(const Linear& p, const void* packed, void* sums, int64_t fi
   const T* const weight = static_cast<const T*>(p.weight.data);
   const int64_t stride = p.weight.token, bytes = stride * int64_t(sizeof(T)),
                 fit = PANEL / std::max<int64_t>(bytes, 1) / ROWS * ROWS,
-                panel = p.ahead && p.tokens <= MOST ? AHEAD_ROWS : std::clamp(fit, ROWS, PANEL_ROWS);
+                panel = p.side_by_side                ? PANEL_ROWS
+                        : p.ahead && p.tokens <= MOST ? AHEAD_ROWS
+                                                      : std::clamp(fit, ROWS, PANEL_ROWS);
   alignas(64) A kept[(MOST * PANEL_ROWS + 3) * LANES<A>];  // four are added up together
   W<A>* const y = reinterpret_cast<W<A>*>(kept);
   for (int64_t begin = first; begin < end; begin += panel) {
@@ -150,17 +157,19 @@ void sum_products_of(const Linear& p, const void* packed, void* sums, int64_t fi
     for (int64_t t = 0, n; t < p.tokens; t += n) {
       n = tokens_from(p, t);
       const X* const x = static_cast<const X*>(packed) + t * packed_size(p);
-      const int64_t together = n == 1 ? 1 : ROWS, block = n == 1 ? p.inputs : BLOCK / int64_t(sizeof(T));
+      const int64_t together = p.side_by_side ? SIDE_BY_SIDE : n == 1 ? 1 : ROWS,
+                    block = n == 1 ? p.inputs : BLOCK / int64_t(sizeof(T));
       std::fill_n(kept, (n * panel + 3) * LANES<A>, A(0));
       for (int64_t i = 0; i < p.inputs; i += block) {
         const int64_t next = i + block < p.inputs ? BLOCK : panel * bytes - i * int64_t(sizeof(T)),
-                      ahead = p.ahead && !t ? next : 0;
+                      ahead = p.side_by_side ? SIDE_BY_SIDE * bytes : p.ahead && !t ? next : 0;
         for (int64_t r = 0; r < count; r += together) {
-          const T* rows[ROWS];
-          for (int64_t j = 0; j < ROWS; ++j)
+          const T* rows[SIDE_BY_SIDE];
+          for (int64_t j = 0; j < SIDE_BY_SIDE; ++j)
             rows[j] = weight + std::min(begin + r + j, p.outputs - 1) * stride + i;
-          if (!t && n == 1) fetch_pages(rows[0] + stride, bytes);
-          multiply_group<A, T>(n, x + i * n, rows, std::min(block, p.inputs - i), ahead, y + r, panel);
+          if (!t && n == 1 && !p.side_by_side) fetch_pages(rows[0] + stride, bytes);
+          multiply_group<A, T>(n, p.side_by_side, x + i * n, rows, std::min(block, p.inputs - i), ahead,
+                               y + r, panel);
         }
       }
       for (int64_t token = t; token < t + n; ++token)

@@ -1,6 +1,5 @@
 """Families of which facts are known, and whose modules run as they are."""
 
-from torchpaged.few_tokens import of_few_tokens
 from torchpaged.hf.families import Family, register_family
 
 _ENCODER_ONLY = """
@@ -44,7 +43,6 @@ register_family(
     )
 )
 register_family(Family(("xlstm",), caches_others="keeps a cache of its own kind"))
-register_family(Family(modules={"Linear": of_few_tokens}))
 # Other attention classes than theirs are no stand-in for one of ours.
 register_family(
     Family(

@@ -3,6 +3,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(TORCHPAGED_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace torchpaged {
 
@@ -28,6 +32,20 @@ inline int instruction_level() {
 inline bool has_bf16_products() {
   static const bool has = instruction_level() == 2 && __builtin_cpu_supports("avx512bf16");
   return has;
+}
+#endif
+
+#if defined(TORCHPAGED_AMX)
+// Whether the processor multiplies tiles of bf16, and Linux keeps them for this process, which must ask.
+inline bool may_use_amx() {
+  static const bool may = [] {
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    unsigned a, b, c, d;
+    return instruction_level() == 2 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) &&
+           (d & AMX_TILE) && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  }();
+  return may;
 }
 #endif
 

@@ -3,11 +3,6 @@
 #include <atomic>
 #include <cmath>
 #include <vector>
-#if defined(TORCHPAGED_AMX)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include "attention_kernel.h"
 #include "../../cpu/instruction_set.h"
@@ -22,23 +17,11 @@ constexpr int64_t MIN_SPLIT_KEYS = 256;
 constexpr int64_t MAX_TREE_TOKENS = 64;  // bits of a word of a tree mask
 constexpr int64_t MAX_BLOCK_SPARSE = 1 << 20;
 
-#if defined(TORCHPAGED_AMX)
-// Whether the processor multiplies tiles of bf16, and Linux keeps them for this process, which must ask.
-bool may_use_amx() {
-  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return false;
-  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-#endif
-
 Kernels choose(Dtype dtype) {
 #if defined(__x86_64__)
   const int level = instruction_level();
 #if defined(TORCHPAGED_AMX)
-  static const bool amx = level == 2 && may_use_amx();
-  if (amx) return kernels_amx(dtype);
+  if (may_use_amx()) return kernels_amx(dtype);
 #endif
 #if defined(TORCHPAGED_AVX512_BF16)
   if (has_bf16_products()) return kernels_avx512_bf16(dtype);

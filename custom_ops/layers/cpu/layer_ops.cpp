@@ -21,10 +21,13 @@ Gate gate_of(const std::string& activation) {
 }
 
 LinearKernels choose(const Linear& p) {
-#if defined(TORCHPAGED_AVX512_BF16)
   // What a norm gives is not rounded to bf16 ahead of its product.
-  if (p.weight.dtype == Number::BFloat16 && !p.norm_weight.data && has_bf16_products())
-    return linear_kernels_avx512_bf16();
+  [[maybe_unused]] const bool of_bf16 = p.weight.dtype == Number::BFloat16 && !p.norm_weight.data;
+#if defined(TORCHPAGED_AMX)
+  if (of_bf16 && may_use_amx()) return linear_kernels_amx();
+#endif
+#if defined(TORCHPAGED_AVX512_BF16)
+  if (of_bf16 && has_bf16_products()) return linear_kernels_avx512_bf16();
 #endif
   return TORCHPAGED_BEST(linear_kernels)(p.x.dtype == Number::Double);
 }

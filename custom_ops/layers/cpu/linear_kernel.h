@@ -34,5 +34,6 @@ LinearKernels linear_kernels_generic(bool is_double);
 LinearKernels linear_kernels_avx2(bool is_double);
 LinearKernels linear_kernels_avx512(bool is_double);
 LinearKernels linear_kernels_avx512_bf16();  // of weights of bf16
+LinearKernels linear_kernels_amx();          // the same
 
 }  // namespace torchpaged

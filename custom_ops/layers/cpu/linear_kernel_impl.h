@@ -236,7 +236,7 @@ void finish(const Linear& p, void* sums, int64_t first, int64_t end) {
 LinearKernels kernels_for_bf16() {
   return {&pack_inputs<float, bf16>, &sum_products_of<float, bf16>, &finish<float>};
 }
-#else
+#elif !defined(__AMX_BF16__)
 template <typename A>
 LinearKernels kernels_of() {
   return {&pack_inputs<A, A>, &sum_products<A>, &finish<A>};

@@ -4,9 +4,11 @@ than one."""
 import functools
 import gc
 import importlib
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from command import python
 from torch import Tensor
 
 from torchpaged.custom_ops import native_status
+
+#: Of a case, for ``but_every``.
+PLACE = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,18 +33,48 @@ def _matches(item: pytest.Item, pattern: str) -> bool:
     return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), case, re.DOTALL))
 
 
-def _is_nth(item: pytest.Item, every: int) -> bool:
-    return sum(item.callspec.indices.values()) % every == 0 if hasattr(item, "callspec") else True
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0]
+    return names.replace(",", " ").split() if isinstance(names, str) else list(names)
+
+
+def _places(cases: list[pytest.Function]) -> Iterator[int]:
+    """Of each case of one function the sum of its parameters' places, each among its values. What one
+    `parametrize` gives to several names is one parameter, unless it is a matrix, as of `kernels.over`.
+    (``callspec.indices`` counts cases, in pytest 9, once per name: their sum tells nothing of a matrix.)"""
+    together = [_names(mark) for mark in cases[0].iter_markers("parametrize")]
+    alone = cases[0].callspec.params.keys() - set(chain(*together))
+    axes: list[Sequence[Hashable]] = []
+    for names in [*together, *([name] for name in alone)]:
+        rows = [tuple(id(case.callspec.params[name]) for name in names) for case in cases]
+        columns = list(zip(*rows, strict=True))
+        is_matrix = len(set(rows)) == math.prod(len(set(column)) for column in columns)
+        axes += columns if is_matrix else [rows]
+    place = [{value: n for n, value in enumerate(dict.fromkeys(axis))} for axis in axes]
+    return (sum(of[value] for of, value in zip(place, case, strict=True)) for case in zip(*axes, strict=True))
+
+
+def find_places(items: list[pytest.Item]) -> None:
+    """For ``but_every``, of the cases of each function that has it."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for of_function in cases.values():
+        if any("but_every" in mark.kwargs for mark in of_function[0].iter_markers("slow_cases")):
+            for item, place in zip(of_function, _places(of_function), strict=True):
+                item.stash[PLACE] = place
 
 
 def is_slow(item: pytest.Item) -> bool:
     """Whether a default run leaves this test out: it is marked ``slow``, or ``slow_cases`` with its
     parameters (``*`` stands for anything; no pattern: all cases) that are not among ``but``, nor each
-    ``but_every``-th along every parameter (in a matrix each value of each parameter so stays)."""
+    ``but_every``-th along every parameter (in a matrix each value of each parameter so stays; `find_places`
+    came before)."""
     return "slow" in item.keywords or any(
         (not mark.args or any(_matches(item, one) for one in mark.args))
         and not any(_matches(item, one) for one in mark.kwargs.get("but", ()))
-        and not ("but_every" in mark.kwargs and _is_nth(item, mark.kwargs["but_every"]))
+        and not ("but_every" in mark.kwargs and item.stash.get(PLACE, 0) % mark.kwargs["but_every"] == 0)
         for mark in item.iter_markers("slow_cases")
     )
 
@@ -79,6 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("-m") or ""
     if config.args == config.getini("testpaths"):  # else cases may be chosen by name
         refuse_patterns_without_cases(items)
+    find_places(items)
     for item in items:
         if is_slow(item):
             item.add_marker("slow")

@@ -45,7 +45,7 @@ PARTS = {
             "tests/custom_ops/test_fuzz.py",
             "tests/custom_ops/test_fp8_writes.py",
         ],
-        550,
+        510,
         300,
     ),
 }

@@ -179,6 +179,7 @@ def test_long_rows_of_odd_widths(key_dim: int, value_dim: int) -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("state_dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (1, 33), (40, 1)])
 def test_shapes_and_dtypes(key_dim: int, value_dim: int, state_dtype: torch.dtype) -> None:
@@ -234,6 +235,7 @@ def test_rows_for_a_library_match_the_oracle(
         assert_state_close(backend.ops, REFERENCE, "linear_attention", inputs, torch.bfloat16)
 
 
+@pytest.mark.slow_cases(but_every=3)
 @pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("batch", ["long", "borders", "void_row"])

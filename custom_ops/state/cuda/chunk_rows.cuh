@@ -23,13 +23,17 @@ struct Chunk {
   }
 };
 
-// Row r has the chunks from starts[r] / CHUNK + r on, as custom_ops/triton/find_row.py says.
+// Row r has the chunks from starts[r] / CHUNK + r on, as custom_ops/triton/find_row.py says. A warp looks at
+// 32 rows at a time, since each look is a wait.
 __device__ __forceinline__ Chunk find_chunk(const Params &p, int number) {
-  int low = 0, high = p.num_reqs;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (load_l2(p.starts + middle) / CHUNK + middle <= number) low = middle;
-    else high = middle;
+  const int lane = threadIdx.x % 32;
+  int low = 0;
+  for (int count = p.num_reqs; count > 1;) {
+    const int step = (count + 31) / 32, row = low + lane * step;
+    const bool begun = lane * step < count && load_l2(p.starts + row) / CHUNK + row <= number;
+    const int found = (__popc(__ballot_sync(ALL, begun)) - 1) * step;
+    low += found;
+    count = min(step, count - found);
   }
   Chunk c;
   c.begin = load_l2(p.starts + low);

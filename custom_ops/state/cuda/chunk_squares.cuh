@@ -147,39 +147,3 @@ template <int COUNT> __device__ __forceinline__ void invert(Square (&squares)[CO
     done = {{{block[s][0], block[s][1], -z[0], -z[1]}, {0.f, 0.f, block[s][2], block[s][3]}}};
   }
 }
-
-// `solved`, of what `weigh` gives of a square of products of keys; ``store`` takes its squares.
-template <class Weigh, class Store>
-__device__ __forceinline__ void solve(const Weigh &weigh, const Store &store, const float *beta, int lane) {
-  Square diagonal[STRIPS];
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) diagonal[r] = weigh(r, r);
-  invert<STRIPS>(diagonal, lane);
-  u32 own[STRIPS][4];
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) diagonal[r].fragment(own[r]);
-  Turned solved[STRIPS - 1][STRIPS - 1];  // squares of T, to be multiplied from the left
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) {
-    if (r < STRIPS - 1) solved[r][r] = Turned::of(own[r]);
-    diagonal[r].scale_columns(beta, r, lane);
-    store(r, r, diagonal[r]);
-    u32 left[STRIPS - 1][4];
-#pragma unroll
-    for (int m = 0; m < r; ++m) weigh(r, m).fragment(left[m]);
-#pragma unroll
-    for (int n = 0; n < r; ++n) {
-      Square t = {}, sum = {};
-#pragma unroll
-      for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
-      u32 x[4];
-      sum.fragment(x);
-      t.add(own[r], Turned::of(x));
-      t.negate();
-      t.fragment(x);
-      if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
-      t.scale_columns(beta, n, lane);
-      store(r, n, t);
-    }
-  }
-}

@@ -107,6 +107,42 @@ __device__ __forceinline__ Gates load_gates(const Params &p, const Chunk &c, cha
   return gates;
 }
 
+// `solved`, of what `weigh` gives of a square of products of keys.
+template <class Weigh>
+__device__ __forceinline__ void solve(const Weigh &weigh, const float *beta, char *record, int lane) {
+  Square diagonal[STRIPS];
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) diagonal[r] = weigh(r, r);
+  invert<STRIPS>(diagonal, lane);
+  u32 own[STRIPS][4];
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) diagonal[r].fragment(own[r]);
+  Turned solved[STRIPS - 1][STRIPS - 1];  // squares of T, to be multiplied from the left
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) {
+    if (r < STRIPS - 1) solved[r][r] = Turned::of(own[r]);
+    diagonal[r].scale_columns(beta, r, lane);
+    diagonal[r].store<BLOCK, 16, ROW_OF_BLOCKS>(record + SOLVED + square_at(r, r), lane);
+    u32 left[STRIPS - 1][4];
+#pragma unroll
+    for (int m = 0; m < r; ++m) weigh(r, m).fragment(left[m]);
+#pragma unroll
+    for (int n = 0; n < r; ++n) {
+      Square t = {}, sum = {};
+#pragma unroll
+      for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
+      u32 x[4];
+      sum.fragment(x);
+      t.add(own[r], Turned::of(x));
+      t.negate();
+      t.fragment(x);
+      if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
+      t.scale_columns(beta, n, lane);
+      t.store<BLOCK, 16, ROW_OF_BLOCKS>(record + SOLVED + square_at(r, n), lane);
+    }
+  }
+}
+
 // A head's record, or what of it is made of products of queries, or of keys.
 template <bool OF_QUERIES, bool OF_KEYS>
 __device__ __forceinline__ void relate(const char *memory, const char *mine, const Gates &gates, char *record,
@@ -145,10 +181,7 @@ __device__ __forceinline__ void relate(const char *memory, const char *mine, con
     return lower;
   };
   if constexpr (OF_KEYS) {
-    const auto store = [&](int r, int c, const Square &square) {
-      square.store<BLOCK, 16, ROW_OF_BLOCKS>(record + SOLVED + square_at(r, c), lane);
-    };
-    solve(weigh, store, beta, lane);
+    solve(weigh, beta, record, lane);
   } else {
 #pragma unroll
     for (int n = 0; n < STRIPS * STRIPS; ++n)

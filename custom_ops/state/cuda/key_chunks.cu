@@ -215,6 +215,33 @@ __device__ __forceinline__ void multiply(const Params &p, const Chunk &chunk, co
   }
 }
 
+// Squares of `solved` below that on the diagonal of column N, as `solve` makes them. ``own``: those on it.
+template <int N, class Store>
+__device__ __forceinline__ void solve_column(const char *memory, const u32 (&own)[STRIPS][4],
+                                             const Store &store, const float *beta, int lane) {
+  Turned solved[STRIPS];
+  solved[N] = Turned::of(own[N]);
+#pragma unroll
+  for (int r = N + 1; r < STRIPS; ++r) {
+    Square sum = {}, t = {};
+    u32 x[4];
+#pragma unroll
+    for (int m = N; m < r; ++m) {
+      Square left;
+      left.get(memory + LOWER_AT + products_at(r, m) + lane * 16);
+      left.fragment(x);
+      sum.add(x, solved[m]);
+    }
+    sum.fragment(x);
+    t.add(own[r], Turned::of(x));
+    t.negate();
+    t.fragment(x);
+    solved[r] = Turned::of(x);
+    t.scale_columns(beta, N, lane);
+    store(r, N, t);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     key_chunks(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
@@ -255,16 +282,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     lower.put(memory + LOWER_AT + products_at(row, column) + lane * 16);
   }
   __syncthreads();
-  if (warp == 0) {
-    const auto weighed = [&](int row, int column) {
-      Square square;
-      square.get(memory + LOWER_AT + products_at(row, column) + lane * 16);
-      return square;
-    };
-    solve(weighed, [&](int r, int m, const Square &square) { store(p.solved, r, m, square); }, beta, lane);
+  if (warp < STRIPS - 1) {  // a column of squares each; the last one has those on the diagonal, too
+    const auto put = [&](int r, int m, const Square &square) { store(p.solved, r, m, square); };
+    Square diagonal[STRIPS];
+#pragma unroll
+    for (int r = 0; r < STRIPS; ++r) diagonal[r].get(memory + LOWER_AT + products_at(r, r) + lane * 16);
+    invert<STRIPS>(diagonal, lane);
+    u32 own[STRIPS][4];
+#pragma unroll
+    for (int r = 0; r < STRIPS; ++r) diagonal[r].fragment(own[r]);
+    if (warp == STRIPS - 2) {
+#pragma unroll
+      for (int r = 0; r < STRIPS; ++r) {
+        diagonal[r].scale_columns(beta, r, lane);
+        put(r, r, diagonal[r]);
+      }
+    }
+    if (warp == 0) solve_column<0>(memory, own, put, beta, lane);
+    if (warp == 1) solve_column<1>(memory, own, put, beta, lane);
+    if (warp == 2) solve_column<2>(memory, own, put, beta, lane);
     return;
   }
-  for (int n = threadIdx.x - 32; n < CHUNK * 8; n += THREADS - 32) {  // above the diagonal
+  constexpr int OTHERS = 32 * (STRIPS - 1);
+  for (int n = threadIdx.x - OTHERS; n < CHUNK * 8; n += THREADS - OTHERS) {  // above the diagonal
     const int i = n / 8, piece = n % 8;
     if (piece / 2 <= i / STRIP || i < low || i >= high) continue;
     *(uint4 *)(p.scores + place + i * CHUNK * 2 + piece * 16) = uint4{0, 0, 0, 0};

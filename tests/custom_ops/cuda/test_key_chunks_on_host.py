@@ -137,4 +137,4 @@ def test_compiles_for_three_ctas(name: str, tmp_path: Path) -> None:
     """Of a multiprocessor; a few registers are spilled outside of loops."""
     _, report = compiled(tmp_path, "key_chunks.cu", SPECS[name].config())
     assert registers(report) <= 80
-    assert [int(n) <= 40 for n in re.findall(r"(\d+) bytes spill stores", report)] == [True], report
+    assert [int(n) <= 64 for n in re.findall(r"(\d+) bytes spill stores", report)] == [True], report

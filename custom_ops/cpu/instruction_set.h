@@ -67,8 +67,8 @@ inline bool asks_ahead() {
 #endif
 }
 
-// Whether memory gives more where several rows are read side by side: Intel's cores fetch ahead for each page
-// apart.
+// Whether memory gives more where several rows are read side by side than one after another: Intel's cores
+// fetch ahead for each page apart.
 inline bool reads_side_by_side() {
 #if defined(__x86_64__)
   static const bool reads = instruction_level() == 2 && __builtin_cpu_is("intel");

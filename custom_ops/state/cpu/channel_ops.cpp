@@ -102,6 +102,7 @@ void rg_lru(Tensor x, Tensor input_weight, Tensor input_bias, Tensor recurrent_w
       rows_of(state_slots, seq_lens, query_start_loc, max_query_len, state.size(0), out);
   zero_elsewhere(out, rows);
   if (rows.empty()) return;
+  p.ahead = reads_side_by_side();
   const StateKernels kernels = TORCHPAGED_BEST(state_kernels)(is_double);
   for_each_range(blocks, 2 * width * width * (1 + tokens_of(rows)), [&](int64_t begin, int64_t end) {
     kernels.rg_lru(p, rows.data(), int64_t(rows.size()), begin, end);

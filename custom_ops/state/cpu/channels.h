@@ -84,18 +84,25 @@ void add_products(int64_t tokens, const A* w, int64_t stride, int64_t rows, cons
 }
 
 // The same of one token and all `width` columns, in the order in which a weight lies in memory: processors
-// fetch ahead by themselves where little is computed, and the other tokens find the rows in a cache.
+// fetch ahead by themselves where little is computed, and the other tokens find the rows in a cache. `ahead`:
+// they fetch too little of one stream (instruction_set.h), and are asked for what comes two pages later.
 template <typename A>
-void add_first_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t width, A* y) {
+void add_first_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t width, bool ahead,
+                        A* y) {
+  constexpr int64_t DISTANCE = 8192 / sizeof(A);
   fetch_pages(w + rows * stride, rows * stride * sizeof(A));
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) wide(y + i) += x[r] * wide(w + r * stride + i);
+    for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) {
+      const A* const at = w + r * stride + i;
+      if (ahead) __builtin_prefetch(at + DISTANCE, 0, 2);
+      wide(y + i) += x[r] * wide(at);
+    }
 }
 
 // y[t] = bias + x[t] W over one block of `width` columns, for `num` tokens that lie side by side.
 template <typename A>
 void block_product(const Operand& weight, const Operand& bias, int64_t block, int64_t width, const A* x,
-                   int64_t num, A* y) {
+                   int64_t num, bool ahead, A* y) {
   const bool own = weight.dtype == (sizeof(A) == 8 ? Number::Double : Number::Float);
   std::vector<A> converted(own ? 0 : PRODUCT_ROWS * width);
   read(bias, block * bias.token, width, y);
@@ -106,7 +113,7 @@ void block_product(const Operand& weight, const Operand& bias, int64_t block, in
     for (int64_t i = 0; !own && i < rows; ++i)
       read(weight, at + i * weight.head, width, converted.data() + i * width);
     const A* const w = own ? static_cast<const A*>(weight.data) + at : converted.data();
-    add_first_products(w, stride, rows, x + r, width, y);
+    add_first_products(w, stride, rows, x + r, width, ahead, y);
     for (int64_t t = 1; t < num; t += TOGETHER)
       for (int64_t c = 0; c + TILE<A> <= width; c += TILE<A>)
         add_products(num - t, w + c, stride, rows, x + t * width + r, width, y + t * width + c);
@@ -146,8 +153,9 @@ void rg_lru(const RgLru& p, const Row* rows, int64_t num_rows, int64_t first, in
         read(r.v, t * r.v.token + block * width, width, to);
     for (int64_t t = 0; t < tokens; t += PRODUCT_TOKENS) {
       const int64_t num = std::min(PRODUCT_TOKENS, tokens - t), at = t * width;
-      block_product(p.input_weight, p.input_bias, block, width, x + at, num, input + at);
-      block_product(p.recurrent_weight, p.recurrent_bias, block, width, x + at, num, recurrent + at);
+      block_product(p.input_weight, p.input_bias, block, width, x + at, num, p.ahead, input + at);
+      block_product(p.recurrent_weight, p.recurrent_bias, block, width, x + at, num, p.ahead,
+                    recurrent + at);
     }
     read(p.recurrent_param, block * width, width, rate);
     for (int64_t i = 0; i < width; ++i) rate[i] = -8 * softplus(rate[i]);

@@ -54,6 +54,7 @@ struct RgLru {
   Recurrence recurrence;
   Operand input_weight, input_bias, recurrent_weight, recurrent_bias, recurrent_param, gate;
   int64_t width;  // of a block
+  bool ahead;     // weights are asked for while those before them are multiplied
 };
 
 // Channels [first, end) of all rows; heads [first, end) of one row; channels, and blocks of channels, of all

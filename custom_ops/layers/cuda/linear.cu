@@ -29,6 +29,9 @@ constexpr bool EDGE_K = IN_FEATURES % 64 != 0;
 constexpr int STEP = MEMBERS / 8;
 constexpr int X_COPIES = (X_ROWS * 8 + MEMBERS - 1) / MEMBERS;
 constexpr int CHAINS = MT * NT == 1 ? 2 : 1;              // of products that wait for each other
+// Registers: of 16 warps two CTAs and a small one of the kernel ahead share a multiprocessor. With bias or
+// scale that would spill.
+constexpr int MOST_THREADS = K_WARPS == 16 && !BIAS && !SCALED ? THREADS + 64 : THREADS;
 
 // Byte offset of the m-th step's rows from the first step's.
 __device__ __forceinline__ constexpr i64 step_offset(int m) {
@@ -39,7 +42,7 @@ __device__ __forceinline__ u32 scale(u32 x, float low, float high) {
   return pack<HALF>(to_float<HALF>((u16)x) * low, to_float<HALF>((u16)(x >> 16)) * high);
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
+extern "C" __global__ void CLUSTERED __launch_bounds__(MOST_THREADS, CTAS_PER_SM)
     linear(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
   [[maybe_unused]] __shared__ float squares[K_WARPS][TOKENS];

@@ -309,3 +309,9 @@ template <int CTAS> __device__ __forceinline__ void meet_cluster() {
     __syncthreads();
   }
 }
+// All threads of a cluster, before it ends: until then others may read a CTA's memory. Nothing that was
+// stored need be seen, so no store is waited for.
+__device__ __forceinline__ void end_with_cluster() {
+  cluster_arrive_relaxed();
+  cluster_wait();
+}

@@ -105,11 +105,12 @@ __device__ __forceinline__ void put_together(const Params &p, char *memory, cons
       }
     }
   }
-  meet_cluster<CLUSTER>();  // none ends while its part is read
+  __syncwarp();
+  end_with_cluster();
 }
 // By the warps that take no part in it.
 __device__ __forceinline__ void stand_by() {
   __syncwarp();
   meet_cluster<CLUSTER>();
-  meet_cluster<CLUSTER>();
+  end_with_cluster();
 }

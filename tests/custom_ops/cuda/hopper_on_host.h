@@ -136,6 +136,7 @@ template <int COUNT> bool barrier_or(int id, bool mine) {
   return found;
 }
 template <int CTAS> void meet_cluster() { meet(of_cluster, cta_threads * cta_count); }
+inline void end_with_cluster() { meet(of_cluster, cta_threads * cta_count); }
 
 // ------------------------------------------------------------------------------------------ shared memory
 constexpr u32 CTA_BYTES = 1 << 18;

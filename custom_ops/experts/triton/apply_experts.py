@@ -229,7 +229,7 @@ def experts_sum_kernel(
         pair = token * TOP_K + j
         expert = tl.load(ids_ptr + pair)
         real = (expert >= 0) & (expert < num_experts)
-        part = tl.load(parts_ptr + pair * HIDDEN + d, mask=tl.where(real, here, False), other=0.0)
+        part = tl.load(parts_ptr + pair * HIDDEN + d, mask=here, other=0.0)  # ahead of the id, whatever it is
         total += tl.where(real, tl.load(weights_ptr + pair) * part, 0.0)
     if SIZES.shared > 0:
         shared = tl.load(parts_ptr + (num_pairs + token) * HIDDEN + d, mask=here, other=0.0)

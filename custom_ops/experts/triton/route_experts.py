@@ -99,16 +99,22 @@ def choose_experts_kernel(
             chosen = tl.min(tl.where(open_groups & (of_group == best_group), group, GROUPS_PAD), axis=0)
             open_groups = open_groups & (group != chosen)
         here = here & (open_groups == 0)[:, None]
+    # The order of floats as integers, whose largest and smallest of a warp take one instruction each.
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)
+    LOWEST: tl.constexpr = -0x80000000
+    ALL: tl.constexpr = [GROUPS_PAD * GROUP_PAD]
+    order = tl.reshape(tl.where(here, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST), ALL)
+    scores, expert = tl.reshape(scores, ALL), tl.reshape(expert, ALL)
     j = tl.arange(0, TOP_K_PAD)
     found = tl.zeros([TOP_K_PAD], tl.int32)
     shares = tl.zeros([TOP_K_PAD], tl.float32)
     for n in tl.static_range(TOP_K):
-        highest = tl.max(tl.max(tl.where(here, choice, -float("inf")), axis=1), axis=0)
-        first = tl.min(tl.min(tl.where(here & (choice == highest), expert, NONE), axis=1), axis=0)
-        share = tl.sum(tl.sum(tl.where(expert == first, scores, 0.0), axis=1), axis=0)
+        highest = tl.max(order, axis=0)
+        first = tl.min(tl.where(order == highest, expert, NONE), axis=0)
+        share = tl.sum(tl.where(expert == first, scores, 0.0), axis=0)
         found = tl.where(j == n, first, found)
         shares = tl.where(j == n, share, shares)
-        here = here & (expert != first)
+        order = tl.where(expert == first, LOWEST, order)
     if NORMS:
         shares = shares / (tl.sum(shares, axis=0) + norm_eps)
     tl.store(ids.ptr + token * ids.row + j, found, mask=j < TOP_K)

@@ -27,6 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Where forwards of their classes are defined, or what decorates them.
 _HOMES = ("torch.", "transformers.", "kernels.")
+#: The module that has transformers' interface of experts, whose names there are private.
+_INTERFACE = "transformers.integrations.moe"
 
 
 def _is_plain(input: Tensor) -> bool:
@@ -82,9 +84,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     x = hidden_states
     activation = name_of_activation(self.act_fn)
     if (
-        not _has_known_experts(self)
+        not _is_plain(x)
+        or not _has_known_experts(self)
         or activation is None
-        or not _is_plain(x)
         or not (_takes(self.gate_up_proj, x.dtype) and _takes(self.down_proj, x.dtype))
         or x.shape[1:] != self.gate_up_proj.shape[2:]
         or not 0 < x.shape[0] <= MAX_TOKENS
@@ -106,14 +108,17 @@ FORWARDS = (forward, experts_forward)
 
 
 def _has_known_experts(module: Any) -> bool:
-    """Whether a module of that interface computes what ``apply_experts`` does, and leaves it to the default
-    of the model's experts implementations."""
+    """Whether a module's class has the forward of that interface, computes what ``apply_experts`` does, and
+    leaves it to the default of the model's experts implementations."""
+    its = getattr(getattr(type(module), "forward", None), "__globals__", {})
     return (
-        module.config._experts_implementation == "grouped_mm"
+        its.get("__name__") == _INTERFACE  # not a subclass's own
+        and its["ALL_EXPERTS_FUNCTIONS"]["grouped_mm"] is its["grouped_mm_experts_forward"]  # nor a user's
+        and module.config._experts_implementation == "grouped_mm"
         and module.has_gate
         and module.is_concatenated
         and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
-        and type(module)._apply_gate.__module__ == "transformers.integrations.moe"  # no gate of its own
+        and type(module)._apply_gate.__module__ == _INTERFACE  # no gate of its own
     )
 
 
@@ -134,7 +139,7 @@ def of_few_tokens(module: Any) -> tuple[str, Any] | None:
     given: Any = None
     if type(module) is nn.Linear:
         weights, given = [module.weight], forward
-    elif hasattr(module, "is_concatenated") and _has_known_experts(module):
+    elif _has_known_experts(module):
         weights, given = [module.gate_up_proj, module.down_proj], experts_forward
     if given is None or not all(each.dtype in DTYPES and _takes(each, each.dtype) for each in weights):
         return None

@@ -118,18 +118,54 @@ def test_what_else_is_theirs_bit_for_bit(calls: list[int]) -> None:
 
 
 def test_which_modules() -> None:
-    for name in (
-        "gpt_oss",
-        "nemotron_h",
-        "deepseek_v4",
-        "dbrx",
-    ):  # biases, no gate, a gate of its own, a loop
+    # biases, no gate, a gate of its own, a loop
+    for name in ("gpt_oss", "nemotron_h", "deepseek_v4", "dbrx"):
         assert all(of_few_tokens(module) is None for module in experts_of(model_of(name))), name
     [module, *_] = experts_of(model_of("mixtral").double())
     assert of_few_tokens(module) is None
     [module, *_] = experts_of(model_of("mixtral"))
     assert of_few_tokens(module) is not None
     module.config._experts_implementation = "eager"
+    assert of_few_tokens(module) is None
+
+
+def test_a_subclass_with_a_forward_of_its_own_keeps_it(calls: list[int]) -> None:
+    """Also one whose class comes once the forward is given."""
+    module = given("mixtral")
+
+    class Twice(type(module)):  # type: ignore[misc]
+        def forward(self, *inputs: Tensor) -> Any:
+            return 2 * super().forward(*inputs)
+
+    inputs = routed(module, 2)
+    with torch.no_grad():
+        once = theirs(module, *inputs)
+        module.__class__ = Twice
+        assert torch.equal(module(*inputs), 2 * once)
+        del module.forward
+        assert of_few_tokens(module) is None
+    assert not calls
+
+
+def test_experts_that_a_user_registers_by_that_name_are_run(calls: list[int]) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    module = given("mixtral")
+    ALL_EXPERTS_FUNCTIONS["grouped_mm"] = lambda module, states, *routed: 3 * states
+    try:
+        inputs = routed(module, 2)
+        with torch.no_grad():
+            assert torch.equal(module(*inputs), 3 * inputs[0])
+        assert of_few_tokens(experts_of(model_of("mixtral"))[0]) is None
+    finally:
+        del ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    assert not calls
+    assert of_few_tokens(experts_of(model_of("mixtral"))[0]) is not None
+
+
+def test_modules_that_have_but_a_name_of_the_interface() -> None:
+    module = torch.nn.Module()
+    module.is_concatenated = True  # type: ignore[assignment]
     assert of_few_tokens(module) is None
 
 

@@ -1,9 +1,10 @@
 """HostBlocks: bytes go to the host and come back, whatever a layer keeps; on a CPU. On a GPU:
 tests/gpu/test_swap.py."""
 
+import contextlib
 import copy
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,73 @@ def test_a_finalizer_calls_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     HostBlocks(filled([KV])[0], memory_budget=1 << 20)
     [(kept, streams, _)] = told
     assert kept is pieces and streams == ("a stream", "a stream")
+
+
+class _Driver:
+    """Devices, streams and events in place of torch's: an event that is given no stream takes that of the
+    device that is current, as torch.Event does. ``ahead``: of each stream, those that it waited for."""
+
+    def __init__(self) -> None:
+        self.device, self.stream, self.ahead = 0, dict[int, str](), dict[str, set[str]]()
+
+    def current(self, device: torch.device | None = None) -> str:
+        index = self.device if device is None else device.index or 0
+        return self.stream.get(index, f"current of {index}")
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device, stream: str | None = None) -> Iterator[None]:
+        before = self.device, dict(self.stream)
+        self.device = device.index or 0
+        if stream is not None:
+            self.stream[self.device] = stream
+        yield
+        self.device, self.stream = before
+
+    def event(self, device: torch.device) -> SimpleNamespace:
+        recorded: list[str] = []
+
+        def wait(stream: str | None = None) -> None:
+            self.ahead.setdefault(stream or self.current(), set()).update(recorded[-1:])
+
+        return SimpleNamespace(
+            device=device, record=lambda stream=None: recorded.append(stream or self.current()), wait=wait
+        )
+
+
+def test_copies_are_in_the_order_of_their_own_device_whichever_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, device, names = _Driver(), torch.device("cuda", 1), iter(("out", "in", "unpacks"))
+    nothing = SimpleNamespace(tables=[], run=lambda *given, **options: None)
+    monkeypatch.setattr(host_copies, "BlockPacking", lambda *_: nothing)
+    monkeypatch.setattr(host_copies, "to_device", lambda numbers, *_: numbers)
+    monkeypatch.setattr(
+        host_copies,
+        "torch",
+        SimpleNamespace(
+            Event=driver.event,
+            empty=lambda *sizes, **_: SimpleNamespace(record_stream=lambda stream: None),
+            uint8=None,
+            int64=None,
+            cuda=SimpleNamespace(
+                Stream=lambda _: next(names),
+                current_stream=driver.current,
+                device=driver.on,
+                stream=lambda stream: driver.on(device, stream),
+            ),
+        ),
+    )
+    monkeypatch.setattr(host_copies._Buffers, "parts", lambda self, count: [(0, [0] * count, self._free[0])])
+    memory: Any = SimpleNamespace(pieces=[], copy=lambda *given: None)
+    copies = host_copies.GPUCopies([], [64], memory, device)
+    copies.out([1, 2], [0, 1])
+    copies.into([0, 1], [3, 4]).wait()
+    assert driver.ahead == {
+        "current of 1": {"unpacks"},
+        "out": {"current of 1"},
+        "in": {"out"},
+        "unpacks": {"current of 1", "in"},
+    }
 
 
 def test_rates_are_measured_and_the_null_block_stays() -> None:

@@ -95,8 +95,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     ):
         out: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         return out
-    x, out = x.contiguous(), torch.empty_like(x)
-    ids, weights = top_k_index.int(), top_k_weights.float()
+    x, ids, weights = x.contiguous(), top_k_index.int().contiguous(), top_k_weights.float().contiguous()
+    out = torch.empty_like(x)
     BACKEND_OPS["cpu"].apply_experts(
         x, self.gate_up_proj, self.down_proj, ids, weights, out, activation=activation
     )

@@ -89,15 +89,43 @@ def test_a_tokens_bits_do_not_follow_from_the_others() -> None:
         assert torch.equal(module(states[4:5], index[4:5], weights[4:5])[0], whole[4])
 
 
+def test_inputs_of_any_strides(calls: list[int]) -> None:
+    """As a router's that cuts off or transposes what it sorted."""
+    module = given()
+    inputs = routed(module, 3)
+    cut = tuple(torch.cat((x, x), -1)[:, : x.shape[1]] for x in inputs)
+    turned = tuple(x.T.contiguous().T for x in inputs)
+    with torch.no_grad():
+        want = module(*inputs)
+        assert torch.equal(module(*cut), want)
+        assert torch.equal(module(*turned), want)
+    assert calls == [3, 3, 3]
+
+
+def test_rows_of_experts_that_other_processes_have_are_zero(calls: list[int]) -> None:
+    """transformers gives such rows a number past the last expert."""
+    module = given()
+    states, index, weights = routed(module, 3)
+    index[0, 1] = index[2] = module.num_experts
+    module._is_expert_parallel = True
+    with torch.no_grad():
+        got = module(states, index, weights)
+        torch.testing.assert_close(got, theirs(module, states, index, weights))
+    assert not got[2].any()
+    assert calls == [3]
+
+
 def test_what_else_is_theirs_bit_for_bit(calls: list[int]) -> None:
-    """Many tokens, gradients, vmap, autocast, traces, another activation, another implementation, a sharded
-    module's rows."""
+    """Many tokens, gradients, vmap, autocast, traces, another activation, another implementation, weights of
+    other strides."""
     module = given()
     few, many = routed(module, 2), routed(module, MAX_TOKENS + 1)
     with torch.no_grad():
         assert torch.equal(module(*many), theirs(module, *many))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(module(*few), theirs(module, *few))
+        mapped = torch.vmap(lambda weights: module(*few[:2], weights))(few[2][None])
+        assert torch.equal(mapped[0], theirs(module, *few))
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(*few), theirs(module, *few))
         act, module.act_fn = module.act_fn, torch.nn.Tanh()

@@ -48,15 +48,15 @@ def logits_of(model: Any, others: list[list[int]], late: list[list[int]], **opti
     return seen
 
 
-COMPANIES = [
+BATCHES = [
     (OTHERS[:3], []),
     (OTHERS[1:2], OTHERS[2:]),
     ([], OTHERS),
 ]
 
 
-@pytest.mark.parametrize(("others", "late"), COMPANIES)
-def test_the_same_bits_in_any_company(model: Any, others: list[list[int]], late: list[list[int]]) -> None:
+@pytest.mark.parametrize(("others", "late"), BATCHES)
+def test_bits_are_independent_of_batch_composition(model: Any, others: list[list[int]], late: list[list[int]]) -> None:
     alone = logits_of(model, [], [], batch_invariant=True)
     got = logits_of(model, others, late, batch_invariant=True)
     assert all(torch.equal(x, y) for x, y in zip(got, alone, strict=True))
@@ -68,7 +68,7 @@ def test_without_it_bits_depend_on_the_others(model: Any) -> None:
     alone = logits_of(model, [], [], **options)
     differ = [
         not torch.equal(x, y)
-        for others, late in COMPANIES
+        for others, late in BATCHES
         for x, y in zip(logits_of(model, others, late, **options), alone, strict=True)
     ]
     assert any(differ)

@@ -78,7 +78,7 @@ def at_prompt_of_culprit(generator: Generator, switch: Switch, patch: pytest.Mon
     patch.setattr(model, "fault", lambda call: switch() if POISON in model.tokens else None)
 
 
-def at_a_company(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
+def at_many_rows(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     """More requests than fit."""
 
     def of_many(decodes: Any, chunks: Any) -> bool:
@@ -188,7 +188,7 @@ BOOM = RuntimeError("boom")
 FAULTS: dict[str, Fault] = {
     "a launch": Fault(at_forward, BOOM),
     "out of memory, twice": Fault(at_forward, torch.OutOfMemoryError("boom"), 2),
-    "out of memory, of more than one": Fault(at_a_company, torch.OutOfMemoryError("boom"), ALWAYS),
+    "out of memory, of more than one": Fault(at_many_rows, torch.OutOfMemoryError("boom"), ALWAYS),
     "the prompt of a request": Fault(at_prompt_of_culprit, BOOM, ALWAYS, True),
     "a token of a request": Fault(at_third_token, BOOM, ALWAYS, True),
     "sampling": Fault(at_sampling, BOOM),

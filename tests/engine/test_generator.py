@@ -175,7 +175,7 @@ def test_ends(model: Any, greedy: list[list[int]]) -> None:
     )
 
 
-def test_a_seed_means_the_same_alone_and_in_company(model: Any) -> None:
+def test_a_seed_means_the_same_alone_and_in_a_batch(model: Any) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=5, top_k=20)
     alone = Generator(model, block_size=4).generate([PROMPTS[3]], params)[0].token_ids
     others = SamplingParams(max_new_tokens=12, temperature=1.0)

@@ -91,7 +91,7 @@ def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> Non
     assert float(((counts[likeliest] - want) ** 2 / want).sum()) < kept - 1 + 4 * (2 * (kept - 1)) ** 0.5
 
 
-def test_the_same_token_in_any_company() -> None:
+def test_tokens_are_independent_of_batch_composition() -> None:
     """Alone and among 63 others, which means other tiles; in other rows, with other strides, time
     after time."""
     inputs = make_sampling_inputs((ALL * 4)[:64], vocab_size=128256, device="cuda", dtype=torch.bfloat16)

@@ -56,7 +56,9 @@ BATCHES = [
 
 
 @pytest.mark.parametrize(("others", "late"), BATCHES)
-def test_bits_are_independent_of_batch_composition(model: Any, others: list[list[int]], late: list[list[int]]) -> None:
+def test_bits_are_independent_of_batch_composition(
+    model: Any, others: list[list[int]], late: list[list[int]]
+) -> None:
     alone = logits_of(model, [], [], batch_invariant=True)
     got = logits_of(model, others, late, batch_invariant=True)
     assert all(torch.equal(x, y) for x, y in zip(got, alone, strict=True))

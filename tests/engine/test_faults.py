@@ -1,5 +1,5 @@
-"""A fault at any stage hurts the request that it is about, and no other, whoever makes the steps: the others
-get the tokens that they get alone, all blocks come back, nothing hangs, and the engine goes on."""
+"""A fault at any stage hurts the request that it is about, and no other, whichever thread makes the steps:
+the others get the tokens that they get alone, all blocks come back, nothing hangs, and the engine goes on."""
 
 import errno
 import os
@@ -213,7 +213,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class Letters:
-    """A tokenizer of one letter per token; its text is looked at by nobody."""
+    """A tokenizer of one letter per token; its text is not looked at."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(i + 30) for i in ids)

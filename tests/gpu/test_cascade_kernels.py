@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from captured import captured
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
@@ -163,14 +163,7 @@ def test_it_is_these_launches() -> None:
 
 def test_one_graph_for_all_lengths_and_groups() -> None:
     batch = Batch(BATCHES["lengths"], padding=4)
-    out: list[Tensor] = []
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        batch.cascade()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out.append(batch.cascade())
+    graph, out = captured(batch.cascade)
     for step in range(4):
         lens = [n + step for n in batch.lens] if step < 3 else [1] * len(batch.lens)
         batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
@@ -181,4 +174,4 @@ def test_one_graph_for_all_lengths_and_groups() -> None:
         torch.cuda.synchronize()
         for _ in range(2):
             graph.replay()
-        torch.testing.assert_close(out[0].float(), batch.plain().float(), rtol=2e-2, atol=4e-3)
+        torch.testing.assert_close(out.float(), batch.plain().float(), rtol=2e-2, atol=4e-3)

@@ -1,5 +1,6 @@
-"""Memory of rings that are gone."""
+"""Events of launches, and memory of rings that are gone."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,3 +31,25 @@ def test_no_ring_is_freed_that_was_not_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     token_rings._free_retired()
     assert first[0] in waited and (second[0] in waited or second in retired)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_an_event_stands_behind_its_launch_whichever_device_is_current(
+    monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    """Else another device's stream is waited for, and tokens are read that are not there."""
+    recorded: list[str] = []
+
+    def stream(device: Any = None) -> str:
+        return f"stream of {torch.device('cuda', current) if device is None else device}"
+
+    event: Any = SimpleNamespace(record=lambda given=None: recorded.append(given or stream()))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    ring = token_rings.LaunchRing(2, 1, 1, "cpu")
+    launches: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(ring, "launches", launches)
+    monkeypatch.setattr(ring, "_events", [event] * 2)
+    ring.count()
+    ring.take()
+    assert recorded == ["stream of cuda:1"]

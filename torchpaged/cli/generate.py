@@ -231,7 +231,8 @@ def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelRep
 
     def prefill(num_reqs: int, num_tokens: int) -> None:
         runners = (runner for runner in generator.prefill_runners if runner.fits(num_reqs, num_tokens))
-        next(runners).launch_padding(num_tokens)
+        if (runner := next(runners, None)) is not None:  # graphs may have been given up behind the trace
+            runner.launch_padding(num_tokens)
 
     return kernels_of_generation(
         read_trace(path), model, None if decode is None else decode.launch_eager, prefill

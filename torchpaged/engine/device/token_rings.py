@@ -90,6 +90,15 @@ def shared_memory(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor,
     )
 
 
+def _record(event: torch.Event, device: torch.device) -> None:
+    """Record an event behind what was launched on ``device``. Without a stream it would stand in that of the
+    current device, which in a thread that chose none is the first one."""
+    if torch.cuda.current_device() == device.index:
+        event.record()
+    else:
+        event.record(torch.cuda.current_stream(device))
+
+
 class LaunchRing:
     """Slots for the tokens of ``depth`` launches, each of ``num_steps`` steps over up to ``num_rows`` rows.
 
@@ -191,7 +200,7 @@ class LaunchRing:
                 "take() once behind each launch whose tokens you want",
             )
         if self._events is not None:
-            self._events[launch % self._depth].record()
+            _record(self._events[launch % self._depth], self.launches.device)
         self._unread.append(launch)
         return launch
 
@@ -247,7 +256,7 @@ class CopiedTokens:
         # object of it, 4.5 us
         self._event = torch.Event(tokens.device) if on_gpu else None
         if self._event is not None:
-            self._event.record()
+            _record(self._event, tokens.device)
 
     def wait(self) -> Tensor:
         """The tokens in host memory; waits until they are there."""

@@ -226,7 +226,7 @@ class ModelState:
         return self.changed_but_moved() or self.moved()
 
     def changed_but_moved(self) -> str | None:
-        """The same, of all but `moved`: whoever reads by addresses reads what this object keeps."""
+        """The same, of all but `moved`: at their addresses lies what this object keeps."""
         return self.changed_but_weights() or self._replaced()
 
     def changed_but_weights(self) -> str | None:

@@ -111,6 +111,14 @@ def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
+def _first_changed(
+    named: list[tuple[str, Tensor]], now: list[int], before: list[int], how: str
+) -> str | None:
+    if now == before:  # in C
+        return None
+    return f"{next(where for (where, _), x, y in zip(named, now, before, strict=True) if x != y)} {how}"
+
+
 def undone_if_it_raises(init: Callable[P, None]) -> Callable[P, None]:
     """An ``__init__`` that calls ``self._give_back``, once that is set, where it raises: a model that it
     refuses stays as it was."""
@@ -255,10 +263,7 @@ class ModelState:
         writes = self._writes()
         if self._turned is None:  # of a copy
             self._turned = writes
-        if writes != self._turned:
-            trios = zip(self._turning, writes, self._turned, strict=True)
-            return f"{next(where for (where, _), now, before in trios if now != before)} was written"
-        return None
+        return _first_changed(self._turning, writes, self._turned, "was written")
 
     def moved(self) -> str | None:
         """The same, of tensors that are as they were, by their addresses: through ``.data``."""
@@ -267,10 +272,7 @@ class ModelState:
         addresses = self._lie_at()
         if self._addresses is None:  # of a copy
             self._addresses = addresses
-        if addresses != self._addresses:
-            trios = zip(self._plain, addresses, self._addresses, strict=True)
-            return f"{next(where for (where, _), now, before in trios if now != before)} lies elsewhere"
-        return None
+        return _first_changed(self._plain, addresses, self._addresses, "lies elsewhere")
 
     def num_writes(self) -> int:
         """How often the weights were written in place so far, as far as torch counts it: not through

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
 from kernels_on_host import assert_no_races, launched_on_host
-from op_inputs.state import LONG_BATCHES, STATE_BATCHES, make_linear_inputs
+from op_inputs.state import LONG_BATCHES, STATE_BATCHES, assert_zeros, make_linear_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
@@ -125,16 +125,7 @@ def test_matches_what_chunks_mean(shape: str, tmp_path: Path, monkeypatch: pytes
             if x is not None:
                 assert torch.equal(x.isnan(), y.isnan()), name
                 torch.testing.assert_close(x, y, rtol=2**-7, atol=2e-3, equal_nan=True, msg=name)
-        live = want.since[0].isfinite()
-        assert (call.out[live] == 7).all()
-        starts, long = call.query_start_loc, torch.zeros(len(live) + 1, dtype=torch.bool)
-        for begin, end in itertools.pairwise(starts.tolist()):
-            long[begin:end] = end - begin > SHORT
-        long[int(starts[-1]) :] = True
-        zeros = ~live & long[:-1]
-        assert (call.out[zeros] == 0).all()
-        found += int(zeros.sum())
-        assert (call.out[~live & ~long[:-1]] == 7).all()
+        found += assert_zeros(call, want.since[0].isfinite(), SHORT, before=7.0)
     assert found
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
@@ -233,6 +234,25 @@ def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def clone(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same arguments in memory of their own."""
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def assert_zeros(call: LinearAttentionCall, live: Tensor, short: int, before: float) -> int:
+    """What the first kernel of long rows leaves in ``out``, which held ``before``: zeros for their tokens
+    that no state sees and for padding, and all else as it was. Gives the number of such tokens.
+
+    Args:
+        call: the call.
+        live: ``[num_tokens]`` bool, tokens that a state sees in rows of more than ``short`` tokens.
+        short: tokens up to which a row is another kernel's.
+        before: see above.
+    """
+    starts, long = call.query_start_loc.tolist(), torch.ones(len(live) + 1, dtype=torch.bool)
+    for begin, end in itertools.pairwise(starts):
+        long[begin:end] = end - begin > short
+    zeros = ~live & long[:-1]
+    assert (call.out[zeros] == 0).all()
+    assert (call.out[~zeros] == before).all()
+    return int(zeros.sum())
 
 
 @on_host

@@ -121,23 +121,23 @@ def kernels_of_generation(
         ProfilingUnavailableError: as `kernels_per_layer`.
     """
     _check_recorded(trace, model)
+    launches: dict[str, Callable[[int, int], Any]] = {}
+    if launch_eager is not None:
+        launches["replay"] = lambda num_reqs, rows: launch_eager(rows)
+    if prefill_eager is not None:
+        launches["prefill"] = prefill_eager
     eager: dict[tuple[str, int, int], Sequence[Activity]] = {}
 
     def reference(ranges: tuple[str, ...]) -> Sequence[Activity]:
         pattern = r"^(replay|prefill) batch=(\d+) (?:\w+=\d+ )*padded=(\d+)$"
         found = re.search(pattern, "\n".join(ranges), re.MULTILINE)
-        if found is None:
+        if found is None or found[1] not in launches:
             return ()
-        key = found[1], min(int(found[2]), 2), int(found[3])
-        launch: Callable[[], Any] | None = None
-        if key[0] == "replay" and launch_eager is not None:
-            launch = partial(launch_eager, key[2])
-        elif key[0] == "prefill" and prefill_eager is not None:
-            launch = partial(prefill_eager, *key[1:])
-        if launch is None:
-            return ()
+        kind, size = found[1], int(found[3])
+        # A prefill of one request may have kernels of its own.
+        key = kind, 1 if kind == "prefill" and int(found[2]) == 1 else 2, size
         if key not in eager:
-            eager[key] = _run(launch, model, 1).activities
+            eager[key] = _run(partial(launches[kind], *key[1:]), model, 1).activities
         return eager[key]
 
     phases: dict[str, list[Activity]] = {}

@@ -14,6 +14,7 @@ from torch._C._functorch import peek_interpreter_stack  # not public; tests/hf/t
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F
 
+from torchpaged.activations import name_of_activation
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.experts.limits import MAX_TOP_K
 
@@ -22,9 +23,6 @@ MAX_TOKENS = 32
 #: Numbers of a weight, at least: below, a call of an op costs more than is saved.
 MIN_NUMBERS = 1 << 18
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it
-#: is refused.
-ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 #: Where forwards of their classes are defined, or what decorates them.
 _HOMES = ("torch.", "transformers.", "kernels.")
 #: The module that has transformers' interface of experts, whose names there are private.
@@ -120,16 +118,6 @@ def _has_known_experts(module: Any) -> bool:
         and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
         and type(module)._apply_gate.__module__ == _INTERFACE  # no gate of its own
     )
-
-
-def name_of_activation(act: Any) -> str | None:
-    """The ops' name for an activation, a module or a function of torch; None: none of theirs."""
-    if act is torch.nn.functional.silu:
-        return "silu"
-    # "gelu_python": the same formula, but not torch's function
-    if getattr(getattr(act, "act", None), "__self__", None) is act:
-        return None
-    return ACTIVATIONS.get(type(act).__name__)
 
 
 def of_few_tokens(module: Any) -> tuple[str, Any] | None:

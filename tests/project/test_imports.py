@@ -61,10 +61,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "prefixes",
         "profiling",
     ),
-    "few_tokens": ("custom_ops",),
+    "activations": (),
+    "few_tokens": ("activations", "custom_ops"),
     "module_settings": ("few_tokens",),
     "model_state": ("custom_ops", "few_tokens", "module_settings"),
-    "fuse": ("backends", "custom_ops", "few_tokens", "hf", "metadata", "model_state"),
+    "fuse": ("activations", "backends", "custom_ops", "few_tokens", "hf", "metadata", "model_state"),
     "engine": (
         "backends",
         "cache",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchpaged.activations import name_of_activation
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.experts.limits import MAX_TOKENS, MAX_TOP_K
-from torchpaged.few_tokens import name_of_activation
 from torchpaged.fuse.stacked import Stacked
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.few_tokens import is_foreign, name_of_activation, own_forward
+from torchpaged.activations import name_of_activation
+from torchpaged.few_tokens import is_foreign, own_forward
 from torchpaged.fuse.experts import why_not_experts
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.multipliers import why_not_multiplied

@@ -99,6 +99,25 @@ def test_chunks_of_a_padded_prompt_compiled(name: str) -> None:
         cache.reset()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("tokens", "kept"), [(2, 1), (16, 8), (21, 10), (21, 20)])
+def test_queries_that_give_no_logits_are_left_out(tokens: int, kept: int, compiled: bool) -> None:
+    """Gemma 4 does so in layers that share keys, for generate() and for assisted generation's candidates:
+    fewer queries than the forward has, in a first forward and behind another."""
+    torch._dynamo.reset()
+    model, ids = gemma4(), torch.randint(3, 99, (2, 2 * tokens))
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = model(ids, use_cache=False).logits
+        model.set_attn_implementation("torchpaged")
+        behind = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+        for forward, new in ((model, torch.arange(tokens)), (behind, torch.arange(tokens, 2 * tokens))):
+            places = new.expand(2, -1)
+            out = forward(ids[:, new], position_ids=places, past_key_values=cache, logits_to_keep=kept)
+            torch.testing.assert_close(out.logits, want[:, new[-kept:]], rtol=1e-4, atol=1e-4)
+
+
 def decode_compiled(name: str, dense: bool = False) -> int:
     """Three compiled decode steps equal eager attention; how many graphs they took."""
     torch._dynamo.reset()

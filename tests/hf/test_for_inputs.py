@@ -137,6 +137,26 @@ def test_all_tokens_again_in_every_step(name: str, fused: bool) -> None:
     assert torch.equal(model.generate(**call, past_key_values=cache), want)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "longcat_flash"])
+def test_models_that_keep_use_cache_from_their_attention(name: str) -> None:
+    """It always gets its layer's default, False: the next turn, of padded rows too, is not a prompt anew."""
+    model, inputs = model_of(name), padded_prompts()
+    first, cache = model.generate(**inputs, **GREEDY), PagedCache(model.config, 2, 64)
+    turn = torch.cat([first, torch.randint(3, 90, (2, 5))], 1)
+    new = torch.ones(2, turn.shape[1] - 20, dtype=torch.int64)
+    mask = torch.cat([inputs["attention_mask"], new], 1)
+    second = model.generate(turn, attention_mask=mask, **GREEDY)
+    with paged(model):
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), first)
+        got = model.generate(turn, attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert torch.equal(got, second)
+        for rows in (slice(0, 2), slice(1, 2)):  # padded ones, and none
+            call = {name: given[rows] for name, given in inputs.items()}
+            cache.reset()
+            with pytest.raises(ArgumentError, match="in the cache.*give it use_cache=True|attention_mask"):
+                model.generate(**call, past_key_values=cache, use_cache=False, **GREEDY)
+
+
 @pytest.mark.parametrize("name", ["llama", "fused", "bloom", "falcon", "gemma2", "mpt", "xglm"])
 def test_assisted_generation_over_a_used_cache(name: str) -> None:
     """transformers runs all of the prompt again, behind itself: wrong tokens with its own cache. Attention

@@ -108,6 +108,8 @@ def paged_attention_forward(
     held = None if attention_mask is None else _held_of(layer, call, attention_mask)
     if query.shape[2] > 1 and not masks_itself and not torch.compiler.is_compiling():
         masks.require_kind(layer, window)
+    if getattr(module, "is_kv_shared_layer", False):  # Gemma 4 leaves out queries that give no logits
+        layer.owner.see_queries(query.shape[0], query.shape[2])
     if held is not None and held.has_spans:
         return attend_with_spans(layer, call, held), None
     return (attend_rolling(layer, call) if layer.rolls else layer.attend(call)), None

@@ -282,6 +282,14 @@ class PagedCache(PagedOwner):
         self.order.leave(layer, query_len, traced)
         return self._step(layer, batch, query_len, writes=True)
 
+    def see_queries(self, batch: int, query_len: int) -> None:
+        """See `PagedOwner`: their starts, and a plan of them."""
+        if not torch.compiler.is_compiling() and query_len == self.order.query_len:
+            return
+        self.rows.fill_query_starts(query_len)
+        if self.backend.plans:
+            self.backend.plan(self.rows.step(batch, query_len), self.rows.host_lengths(batch, query_len))
+
     def written(self, layer: Writer) -> None:
         """The last layer's word completes the forward."""
         if layer.is_last:

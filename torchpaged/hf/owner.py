@@ -178,6 +178,9 @@ class PagedOwner(Cache):
         """The forward that runs, as a batch for ``layer``'s attention; moves nothing on."""
         raise NotImplementedError
 
+    def see_queries(self, batch: int, query_len: int) -> None:
+        """Before attention over another layer's keys, whose queries may be the forward's last ones alone."""
+
     def written(self, layer: Any) -> None:
         """``layer`` has written this forward's tokens."""
 

@@ -31,16 +31,22 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     first = rows.first_position(query_len if written else 0)
     positions = options.get("position_ids")  # None: attention does not get them, as Bloom's
     decodes = query_len == 1
-    if not first or rows.looked_at == rows.num_forwards or (decodes and not _can_be_read(positions)):
+    looked = written and rows.looked_at == rows.num_forwards
+    if not first or looked or (decodes and not _can_be_read(positions)):
         if first == 0 and _can_be_read(positions):
             rows.is_padded = not _end_at(positions, query_len)
+        if first == 0 and written:  # later layers may have fewer queries (Gemma 4's)
+            rows.looked_at = rows.num_forwards
         return
-    if options.get("use_cache") is False and not decodes:
-        expected = f"True behind the {first} tokens in the cache"
-        raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = None if positions is None else int(positions.flatten()[0])
+    # Attention of models that don't hand it on (OLMo 3, LongCat) always has False, the layers' default: the
+    # first row's position tells. Padding is at position 0 or 1.
+    anew = start is None or (start <= 1 and start != first - (rows.padding or [0])[0])
+    if options.get("use_cache") is False and not decodes and anew:
+        expected = f"True behind the {first} tokens in the cache"
+        raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
     if rows.expects_candidates and query_len > first and start in (None, 0):
         raise ArgumentError(
             "past_key_values",

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 import torchpaged.hf as hf
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, RequestError, UnsupportedModelError
@@ -268,6 +271,19 @@ def test_the_same_of_a_fused_model(pair: tuple[Any, Any]) -> None:
     for options, got in found:
         want = both(pair, padded([4, 9]), **{"no_repeat_ngram_size": 2, **options})[0]
         assert torch.equal(got, want), options
+
+
+def test_stop_strings_with_the_calls_tokenizer(pair: tuple[Any, Any]) -> None:
+    """transformers drops the tokenizer ahead of a loop of the caller's."""
+    letters = Tokenizer(BPE({letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet())[:99])}, []))
+    letters.pre_tokenizer, letters.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer, inputs = PreTrainedTokenizerFast(tokenizer_object=letters), padded([4, 9])
+    whole = both(pair, inputs)[0][:, 9:]
+    ends = [tokenizer.decode(row[2:4]) for row in whole]
+    with pytest.warns(UserWarning, match="can't do stop_strings"):
+        want, got = both(pair, inputs, stop_strings=ends, tokenizer=tokenizer)
+    assert torch.equal(got, want)
+    assert want.shape[1] < 9 + whole.shape[1]
 
 
 def test_scores_and_hidden_states_of_transformers_own_loop(pair: tuple[Any, Any]) -> None:

@@ -100,6 +100,26 @@ def test_one_cache_for_several_batches() -> None:
         same_logits(generate(model, told, cache), want)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "glm4v"])
+def test_text_behind_pictures(name: str) -> None:
+    """Attention is told no positions of it, and always use_cache=False, its layer's default."""
+    model, call = case(name, ("titit", "tit"))
+    del call["attention_mask"]
+    first = generate(model, call)
+    text = {"input_ids": torch.cat([first.sequences % 99, torch.randint(3, 90, (2, 4))], 1)}
+    types = torch.zeros(2, text["input_ids"].shape[1], dtype=torch.int64)
+    types[:, : call["input_ids"].shape[1]] = call["mm_token_type_ids"]
+    text["mm_token_type_ids"] = types
+    want = generate(model, text, first.past_key_values)
+    with paged(model):
+        cache = cache_of(model)
+        generate(model, call, cache)
+        same_logits(generate(model, text, cache), want)
+        cache.reset()
+        with pytest.raises(ArgumentError, match="give it use_cache=True"):
+            generate(model, call, cache, use_cache=False)
+
+
 def test_pictures_behind_others_in_the_cache_are_refused() -> None:
     model, call = case("gemma3")
     with paged(model), torch.no_grad():

@@ -49,6 +49,7 @@ class _Generate:
         # transformers hands a streamer on to its own loops only.
         bound.arguments["custom_generate"] = _Loop(self.generator, call.get("streamer")).run
         try:
+            self._require_no_tokenizer(call)
             return own(*bound.args[1:], **bound.kwargs)
         except PlainSteps as reason:
             said = reason
@@ -78,6 +79,17 @@ class _Generate:
         finally:
             if replayed is not None:
                 replayed.close()
+
+    def _require_no_tokenizer(self, call: dict[str, Any]) -> None:
+        """Raise `PlainSteps` for options that need the call's tokenizer, which transformers drops ahead of a
+        caller's loop."""
+        from torchpaged.hf.call_sizes import option_of, sizes_of_call  # transformers is optional
+
+        for name in ("stop_strings", "token_healing"):
+            if call.get("tokenizer") is not None and option_of(self._model, call, name):
+                said = PlainSteps(name)
+                said.rows, said.tokens = sizes_of_call(self._model, call)
+                raise said
 
     def _require_unchanged(self) -> None:
         """Refuse a model that no longer fits the pools and rows made for it."""

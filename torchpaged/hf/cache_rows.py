@@ -69,6 +69,7 @@ class CacheRows:
         self._table = RowTable(self.blocks, self.max_rows, self.blocks_per_row)
         self.rolling: RingTable | None = None
         self._device: torch.device | None = None  # of the tensors; None before there are any
+        self.hands_use_cache_on = False  # whether the model was seen to, see row_refusals.py
         self.forget()
 
     def roll(self, blocks: RollingBlocks) -> None:

@@ -9,13 +9,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchpaged.custom_ops.errors import ArgumentError
 
 
-def _option(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> int | None:
+def option_of(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
     """An option as generate() takes it: its own argument, then its ``generation_config``, then the
     model's."""
     for holder in (call, vars(call.get("generation_config") or object), vars(model.generation_config)):
-        value: int | None = holder.get(name)
-        if value is not None:
-            return value
+        if holder.get(name) is not None:
+            return holder[name]
     return None
 
 
@@ -63,15 +62,17 @@ def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int,
 
 def _sizes(model: PreTrainedModel, call: Mapping[str, Any], batch: int, length: int) -> tuple[int, int]:
     """Rows and tokens per row behind a prompt of ``length`` tokens."""
-    copies = max(_option(model, call, "num_beams") or 1, _option(model, call, "num_return_sequences") or 1)
-    if _option(model, call, "use_cache") is False:
+    copies = max(
+        option_of(model, call, "num_beams") or 1, option_of(model, call, "num_return_sequences") or 1
+    )
+    if option_of(model, call, "use_cache") is False:
         raise ArgumentError(
             "use_cache",
             "True, for a cache to be of use",
             "False (given, or by the model's generation_config)",
             "give use_cache=True here and to generate() alike",
         )
-    new, most = _option(model, call, "max_new_tokens"), _option(model, call, "max_length")
+    new, most = option_of(model, call, "max_new_tokens"), option_of(model, call, "max_length")
     if new is None and most is None:
         raise ArgumentError(
             "max_new_tokens",
@@ -81,7 +82,7 @@ def _sizes(model: PreTrainedModel, call: Mapping[str, Any], batch: int, length: 
         )
     tokens = length + new if new is not None else max(most or 0, length)
     # Prompt lookup proposes that many tokens at the end, too, and takes back what is too much.
-    return batch * copies, tokens + (_option(model, call, "prompt_lookup_num_tokens") or 0)
+    return batch * copies, tokens + (option_of(model, call, "prompt_lookup_num_tokens") or 0)
 
 
 def sizes_of_encoder_decoder_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int, int]:

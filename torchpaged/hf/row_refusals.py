@@ -31,6 +31,7 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     first = rows.first_position(query_len if written else 0)
     positions = options.get("position_ids")  # None: attention does not get them, as Bloom's
     decodes = query_len == 1
+    rows.hands_use_cache_on |= bool(options.get("use_cache"))
     looked = written and rows.looked_at == rows.num_forwards
     if not first or looked or (decodes and not _can_be_read(positions)):
         if first == 0 and _can_be_read(positions):
@@ -41,9 +42,12 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = None if positions is None else int(positions.flatten()[0])
-    # Attention of models that don't hand it on (OLMo 3, LongCat) always has False, the layers' default: the
-    # first row's position tells. Padding is at position 0 or 1.
-    anew = start is None or (start <= 1 and start != first - (rows.padding or [0])[0])
+    # Attention of models that don't hand it on (OLMo 3, Qwen3-VL) always has False, the layers' default: the
+    # first row's position tells, of padding 0 or 1, or that there are more tokens than before.
+    if start is None:
+        anew = rows.hands_use_cache_on or query_len > first
+    else:
+        anew = start <= 1 and start != first - (rows.padding or [0])[0]
     if options.get("use_cache") is False and not decodes and anew:
         expected = f"True behind the {first} tokens in the cache"
         raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)

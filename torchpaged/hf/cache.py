@@ -38,7 +38,8 @@ from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
 from torchpaged.hf.forward_order import TWO_CACHES, ForwardOrder
 from torchpaged.hf.kv_scales import KVQuantization, Scales, require_paged
-from torchpaged.hf.layer import SET_UP, PagedLayer, scaled
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer_pools import SET_UP, scaled
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.row_changes import crop, reindex

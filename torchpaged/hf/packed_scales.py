@@ -15,7 +15,8 @@ from torchpaged.cache import KVLayerSpec, LatentLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import KVScales
 from torchpaged.hf.kv_scales import KVQuantization, Scales, require_paged, static
-from torchpaged.hf.layer import PagedLayer, scaled
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer_pools import scaled
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.metadata import AttentionMetadata
 

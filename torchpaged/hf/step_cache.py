@@ -14,7 +14,8 @@ from torchpaged.hf.cache_options import latents_not_of
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.kv_scales import KVQuantization, require_paged
-from torchpaged.hf.layer import PagedLayer, scaled
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer_pools import scaled
 from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import keeps_nothing

@@ -31,7 +31,8 @@ from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.call import in_autocast
 from torchpaged.hf.compile_layers import LayerCache
 from torchpaged.hf.families import Family, Function, Functions, register_family
-from torchpaged.hf.layer import SET_UP, PagedLayer, layer_of
+from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.layer_pools import SET_UP
 from torchpaged.hf.models.latent import LatentLayer, is_not_plain
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.template import window_and_chunk

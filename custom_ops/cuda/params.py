@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
 
@@ -13,6 +15,15 @@ _KINDS: dict[str, Any] = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int":
 #: A tensor map, and so a struct that has one, begins and ends at multiples of so many bytes.
 _MAP_ALIGNMENT = 64
 _made: dict[tuple[str, tuple[tuple[str, Any], ...]], type[ctypes.Structure]] = {}
+
+
+def steps_of(**tensors: Tensor | None) -> dict[str, int]:
+    """Members ``NAME_token`` and ``NAME_head``: strides of ``[num_tokens, num_heads, ...]``, 0 of None."""
+    return {
+        f"{name}_{step}": 0 if tensor is None else tensor.stride(dim)
+        for name, tensor in tensors.items()
+        for dim, step in enumerate(("token", "head"))
+    }
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
-from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
 from torchpaged.custom_ops.mla.cuda.shape import (
@@ -41,7 +41,6 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
         keys, block_group = pool_map(
             pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride(), int(config["ROWS"] == 64)
         )
-    l_token, l_head = (0, 0) if lse is None else lse.stride()
     params = struct_of("latent.cu")(
         kv=keys,
         q=q.data_ptr(),
@@ -52,12 +51,7 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
         starts=call.query_start_loc.data_ptr(),
         parts=parts.data_ptr(),
         rows=pool.data_ptr(),
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        o_token=out.stride(0),
-        o_head=out.stride(1),
-        l_token=l_token,
-        l_head=l_head,
+        **steps_of(q=q, o=out, l=lse),
         table_row=call.block_table.stride(0),
         rows_block=pool.stride(0),
         rows_slot=pool.stride(1),

@@ -11,7 +11,7 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
-from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
 
@@ -132,7 +132,6 @@ def attend(call: LatentCall, num_sms: int) -> None:
     items = q.shape[0] * head_tiles
     part_bytes = 16 * spec.rank * 2 + WARPS * 16 * 16  # as selected_parts.cuh counts
     left = torch.empty(items * parts * part_bytes, dtype=torch.uint8, device=q.device)
-    l_token, l_head = (0, 0) if lse is None else lse.stride()
     params = struct_of("selected.cu")(
         q=q.data_ptr(),
         kv=pool.data_ptr(),
@@ -143,14 +142,9 @@ def attend(call: LatentCall, num_sms: int) -> None:
         seq_lens=call.seq_lens.data_ptr(),
         starts=call.query_start_loc.data_ptr(),
         indices=indices.data_ptr(),
-        q_token=q.stride(0),
-        q_head=q.stride(1),
+        **steps_of(q=q, o=out, l=lse),
         kv_block=pool.stride(0),
         kv_slot=pool.stride(1),
-        o_token=out.stride(0),
-        o_head=out.stride(1),
-        l_token=l_token,
-        l_head=l_head,
         table_row=call.block_table.stride(0),
         indices_row=indices.stride(0),
         scale=call.scale * 1.4426950408889634,  # scores are in base 2

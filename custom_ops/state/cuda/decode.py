@@ -11,9 +11,9 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import specialised
 from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
-from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper
-from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall, LinearAttentionCall, Mamba2StepCall
 
 DTYPES = (torch.bfloat16, torch.float16)
 #: Sizes of a head's keys and values, and bytes of its state at most.
@@ -120,38 +120,31 @@ def no_bulk(state: Tensor) -> str | None:
     return "state does not begin at a multiple of 16 bytes" if state.data_ptr() % 16 else None
 
 
+def requests_of(call: LinearAttentionCall | DeltaStepCall | Mamba2StepCall) -> dict[str, int]:
+    """What every kernel over states is told of the requests."""
+    return {
+        "slots": call.state_slots.data_ptr(),
+        "lens": call.seq_lens.data_ptr(),
+        "starts": call.query_start_loc.data_ptr(),
+        "num_reqs": call.state_slots.shape[0],
+        "num_tokens": call.out.shape[0],
+    }
+
+
 def launch(call: LinearAttentionCall, spec: StateSpec) -> None:
     """Launch a checked call that `why_not` lets pass."""
     q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
     index = state.device.index or 0
+    pointers = {"q": q, "k": k, "v": v, "beta": beta, "g": g, "state": state, "out": out}
     params = struct_of("state_decode.cu")(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        beta=address(beta),
-        g=g.data_ptr(),
-        state=state.data_ptr(),
-        out=out.data_ptr(),
-        slots=call.state_slots.data_ptr(),
-        lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        k_token=k.stride(0),
-        k_head=k.stride(1),
-        v_token=v.stride(0),
-        v_head=v.stride(1),
-        g_token=g.stride(0),
-        g_head=g.stride(1),
+        **{name: address(tensor) for name, tensor in pointers.items()},
+        **steps_of(q=q, k=k, v=v, g=g, out=out),
         beta_token=0 if beta is None else beta.stride(0),
         state_slot=state.stride(0),
         state_head=state.stride(1),
-        out_token=out.stride(0),
-        out_head=out.stride(1),
         scale=call.scale,
         eps=NORM_EPS,
-        num_reqs=call.state_slots.shape[0],
-        num_tokens=v.shape[0],
+        **requests_of(call),
     )
     grid = call.state_slots.shape[0] * spec.num_heads
     specialised.launch("state_decode.cu", "update_states", spec, index, grid, spec.threads, params)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import specialised
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
-from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.cuda.decode import requests_of
 
 #: Tokens of a chunk, numbers of a key, threads of a CTA.
 CHUNK, KEY_DIM, THREADS = 64, 128, 128
@@ -74,21 +75,12 @@ def launch(call: LinearAttentionCall, short: int) -> Tensor:
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("g", g), ("out", out))},
         beta=address(beta),
         records=records.data_ptr(),
-        slots=call.state_slots.data_ptr(),
-        lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        k_token=k.stride(0),
-        k_head=k.stride(1),
+        **steps_of(q=q, k=k, out=out),
         g_token=g.stride(0),
         beta_token=0 if beta is None else beta.stride(0),
-        out_token=out.stride(0),
-        out_head=out.stride(1),
         scale=call.scale,
         eps=NORM_EPS,
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
+        **requests_of(call),
     )
     index = out.device.index or 0
     spec = ChunkSpec.of(call, short)

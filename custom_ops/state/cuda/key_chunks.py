@@ -10,9 +10,10 @@ import torch
 from torchpaged.custom_ops.cuda import specialised
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
-from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.cuda.decode import requests_of
 from torchpaged.custom_ops.state.cuda.delta_chunks import CHUNK, KEY_DIM
 
 if TYPE_CHECKING:
@@ -74,16 +75,11 @@ def launch(call: LinearAttentionCall, chunks: Chunks, short: int) -> None:
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("g", g), ("out", out))},
         **made,
         beta=address(beta),
-        slots=call.state_slots.data_ptr(),
-        lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
-        **{f"{name}_token": x.stride(0) for name, x in (("q", q), ("k", k), ("g", g), ("out", out))},
-        **{f"{name}_head": x.stride(1) for name, x in (("q", q), ("k", k), ("g", g), ("out", out))},
+        **steps_of(q=q, k=k, g=g, out=out),
         beta_token=0 if beta is None else beta.stride(0),
         scale=call.scale,
         eps=NORM_EPS,
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
+        **requests_of(call),
     )
     spec = KeyChunkSpec(
         value_dim=value_dim,

@@ -3,7 +3,9 @@ of the convolution and of the states, and what is asked of their addresses."""
 
 from typing import Annotated
 
+from torchpaged.custom_ops.cuda.params import steps_of
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
+from torchpaged.custom_ops.state.cuda.decode import requests_of
 
 Split = Annotated[int, "CTAs that share a head's columns"]
 #: CTAs up to which a head's columns are shared out: two for each multiprocessor.
@@ -28,19 +30,14 @@ def split_of(call: DeltaStepCall | Mamba2StepCall, most: int = MAX_SPLIT) -> int
 def params_of(call: DeltaStepCall | Mamba2StepCall) -> dict[str, int]:
     """Fields of both kernels' ``Params`` that have the same names."""
     return {
-        "slots": call.state_slots.data_ptr(),
-        "lens": call.seq_lens.data_ptr(),
-        "starts": call.query_start_loc.data_ptr(),
+        **requests_of(call),
         "x_token": call.x.stride(0),
         "weight_channel": call.weight.stride(0),
         "conv_slot": call.conv_state.stride(0),
         "conv_row": call.conv_state.stride(1),
         "state_slot": call.state.stride(0),
         "state_head": call.state.stride(1),
-        "out_token": call.out.stride(0),
-        "out_head": call.out.stride(1),
-        "num_reqs": call.state_slots.shape[0],
-        "num_tokens": call.x.shape[0],
+        **steps_of(out=call.out),
     }
 
 

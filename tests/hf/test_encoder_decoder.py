@@ -336,6 +336,19 @@ def test_prompt_lookup(model_type: str) -> None:
     assert min(taken) < 0
 
 
+def test_several_sequences_of_whisper() -> None:
+    """Each has its beams: it repeats its input ahead of them, where others return some of the beams."""
+    from model_coverage.encoder_decoders import inputs_of, model_of
+
+    model = model_of("whisper")
+    call = {**inputs_of(model, "whisper"), "num_beams": 2, "num_return_sequences": 2}
+    call |= {"max_new_tokens": 4, "do_sample": False}
+    want = model.generate(**call)
+    with attached(model):
+        cache = PagedEncoderDecoderCache.for_inputs(model, **call)
+        assert torch.equal(model.generate(**call, past_key_values=cache), want)
+
+
 def test_rows_of_both_halves() -> None:
     """Selected and repeated, as of any other cache."""
     model, given = build("Bart", HEAD, "torchpaged"), inputs(padded=True)

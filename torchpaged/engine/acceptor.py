@@ -41,7 +41,7 @@ class Acceptor:
             return self.fail(
                 sequence,
                 f"its output token {sequence.num_output} could not be drawn: a logit is NaN, or all are "
-                "-inf; look at the model's weights and dtype",
+                "-inf; look at the model's weights and dtype, at logit_bias and logits_processor",
             )
         params = sequence.sampling
         ends = token in self._model.eos_token_ids and not params.ignore_eos

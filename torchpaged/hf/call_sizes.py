@@ -102,7 +102,11 @@ def sizes_of_encoder_decoder_call(model: PreTrainedModel, call: Mapping[str, Any
         raise ArgumentError(
             model.main_input_name, "the encoder's input, as generate() takes it", f"only {sorted(call)}"
         )
-    rows, tokens = _sizes(model, call, found.shape[0], 2)  # a start token, and a forced one
+    batch = found.shape[0]
+    if model.config.model_type == "whisper":  # it repeats its input for each of them, ahead of the beams
+        batch *= option_of(model, call, "num_return_sequences") or 1
+        call = {**call, "num_return_sequences": 1}
+    rows, tokens = _sizes(model, call, batch, 2)  # a start token, and a forced one
     # Speech models prepend tokens of their own to the prompt, and know how many fit at most.
     most = getattr(model.config, "max_target_positions", None)
     return rows, most if isinstance(most, int) else tokens

@@ -35,6 +35,8 @@ _WATCHERS = (
 #: Of a config: what says nothing about a model's numbers that its tensors don't.
 _NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 _AT_ONCE = 1 << 24  # numbers
+#: Buffers that are not saved, of which `torchpaged.fuse` makes others: Falcon-H1's.
+_FOLDED = frozenset({"mup_vector"})
 _version = operator.attrgetter("_version")
 #: How often `torchpaged.fuse` moved weights of any model: by which a step that replays kernels at addresses
 #: knows when to look at them.
@@ -174,20 +176,22 @@ class ModelState:
     def renew(self) -> None:
         """Take the weights as they are now: they were moved, or loaded into."""
         self._places: list[tuple[str, Any, str]] = []
-        # What a rotation is made of: tables and cached keys hold what it gave, so a write shows as well.
+        # What a rotation is made of, or a vector of multipliers: tables, cached keys and scales hold what it
+        # gave, so a write shows as well.
         self._turning: list[tuple[str, Tensor]] = []
         for path, module in self._weights.items():
             # Other buffers that are not saved are the model's own business.
             turns = _is_fixed_rotation(module)
-            passing = set() if turns else module._non_persistent_buffers_set
+            passing = set() if turns else module._non_persistent_buffers_set - _FOLDED
             for held in (module._parameters, module._buffers):
                 names = [name for name in held if name not in passing]
                 places = [(f"{path}.{name}" if path else name, held, name) for name in names]
                 self._places += places
-                if turns:
-                    self._turning += [
-                        (where, found) for where, held, name in places if (found := held[name]) is not None
-                    ]
+                self._turning += [
+                    (where, found)
+                    for where, held, name in places
+                    if (turns or name in _FOLDED) and (found := held[name]) is not None
+                ]
         self._held, self._names = [held for _, held, _ in self._places], [name for *_, name in self._places]
         self._tensors: list[Tensor | None] = [held[name] for _, held, name in self._places]
         # Subclasses (quantised ones) may have no address; that they are the same objects says enough.

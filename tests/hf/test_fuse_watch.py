@@ -72,6 +72,16 @@ def test_a_list_that_is_changed_in_place_is_seen() -> None:
         logits(model)
 
 
+def test_multipliers_that_are_written_are_seen() -> None:
+    """Of Falcon-H1's states, in a buffer that is not saved: fused layers have vectors made of it."""
+    model: Any = build("falcon_h1")
+    fuse(model, count=False)
+    with torch.no_grad():
+        model.model.layers[0].mamba.mup_vector.mul_(2)
+    with pytest.raises(ArgumentError, match="layers.0.mamba.mup_vector was written"):
+        logits(model)
+
+
 def test_a_flag_that_shadows_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaMLP, "scaled", False, raising=False)
     model: Any = build("Llama")

@@ -12,7 +12,7 @@ from models import MODELS, padded_prompts, paged, tiny
 from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
-from torchpaged.hf import PagedCache, PagedModel, attach
+from torchpaged.hf import PagedCache, PagedModel, attach, fuse
 from torchpaged.hf.cache_argument import CACHE
 from torchpaged.hf.support import require_supported
 
@@ -91,6 +91,23 @@ def test_masks_that_paging_cannot_express(mask: str) -> None:
     with pytest.raises(ArgumentError, match="left padding only"), torch.no_grad():
         model(torch.randint(3, 99, (2, 4)), attention_mask=MASKS[mask], past_key_values=cache)
     assert not cache.ready
+
+
+@pytest.mark.parametrize("through", ["forward", "generate"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_of_attention(through: str, fused: bool) -> None:
+    """transformers would give empty tuples. Nothing is written before, from its 5.24 on."""
+    model, inputs = paged(), padded_prompts()
+    if fused:
+        fuse(model, count=False)
+    cache, asks = PagedCache(model.config, 2, 64), {"output_attentions": True}
+    with torch.no_grad():
+        call: Any = model if through == "forward" else model.generate
+        with pytest.raises(ArgumentError, match="output_attentions: expected False.*keeps no weights"):
+            call(**inputs, past_key_values=cache, **asks)
+        if CACHE == "past_key_values":  # older transformers tell the cache nothing: behind the first write
+            cache.reset()
+        model(**inputs, past_key_values=cache)
 
 
 def test_rows_padded_again_later() -> None:

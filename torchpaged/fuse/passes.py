@@ -37,7 +37,7 @@ from torchpaged.hf.attached import drop, put_in
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.model_classes import unwrapped
 from torchpaged.hf.packed_mixers import pack_mixer
-from torchpaged.hf.row_refusals import require_new
+from torchpaged.hf.row_refusals import require_new, require_no_weights
 from torchpaged.hf.switch import is_attached, unpack_mixers
 from torchpaged.model_state import MOVES, ModelState
 
@@ -131,6 +131,7 @@ def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if owner is not None and owner.rows is not None and not torch.compiler.is_compiling():
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        require_no_weights(kwargs)
         if tokens is not None:
             require_new(owner.rows, tokens.shape[1], written=False, options=kwargs)
     collected = kwargs.get("output_router_logits", getattr(base.config, "output_router_logits", False))

@@ -24,7 +24,7 @@ from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.mask_functions import is_causal as is_causal_mask
 from torchpaged.hf.model_classes import fill_class_tables, needs_eager_mask
 from torchpaged.hf.owner import cache_of
-from torchpaged.hf.row_refusals import require_new
+from torchpaged.hf.row_refusals import require_new, require_no_weights
 from torchpaged.hf.several_calls import attend_rolling, attend_with_spans
 from torchpaged.hf.support import NAME as NAME
 from torchpaged.hf.uncached import type_of_encoder
@@ -120,6 +120,7 @@ def _refuse(
 ) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
     refuse_grad(query=call.query, sinks=call.sinks)
+    require_no_weights(kwargs)
     if bias is not None:
         raise UnsupportedModelError(
             f"{type(call.module).__name__} adds a position bias to its scores, which paged attention does "

@@ -16,7 +16,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.call import LayerCall, brings_mask, in_autocast, kind_of, looks_alike
 from torchpaged.hf.layer_pools import LayerPools
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.row_refusals import note_padding, require_new
+from torchpaged.hf.row_refusals import note_padding, require_new, require_no_weights
 from torchpaged.hf.row_table import incomplete
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
@@ -106,10 +106,11 @@ class PagedLayer(LayerPools):
     ) -> tuple[Tensor, Tensor]:
         """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in
         dense mode)."""
+        options = kwargs.get("kwargs") or {}  # from transformers 5.24 on the attention's own
+        require_no_weights(options)
         pools = self.write(key_states, value_states)
         if self.owner.dense and not torch.compiler.is_compiling():
-            # Any attention may come behind it. From transformers 5.24 on ``kwargs`` are the attention's own.
-            options = kwargs.get("kwargs", {})
+            # Any attention may come behind it.
             if self.is_first:
                 note_padding(self.owner.rows, key_states.shape[2], options)
             require_new(self.owner.rows, key_states.shape[2], written=True, options=options)

@@ -1,4 +1,4 @@
-"""What a cache whose rows hold tokens refuses of a forward: a prompt that starts anew, other padding."""
+"""What a paged cache refuses of a forward: weights; behind tokens, a prompt anew, or other padding."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -74,6 +74,21 @@ def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a look at them in every decode step costs nothing, and no `make_fx` forbids it."""
     # `get_proxy_mode` is no stable API; tests/hf/test_growing_rows.py notices if it goes
     return positions is not None and positions.device.type == "cpu" and get_proxy_mode() is None
+
+
+def require_no_weights(options: Mapping[str, Any]) -> None:
+    """Refuse a forward that is to return the weights of its attention.
+
+    Args:
+        options: what the model gave along, as far as it does.
+
+    Raises:
+        ArgumentError: it asks for them.
+    """
+    if options.get("output_attentions"):
+        expected = "False with a PagedCache: paged attention keeps no weights"
+        todo = "call torchpaged.hf.detach(model), and model.set_attn_implementation('eager') for weights"
+        raise ArgumentError("output_attentions", expected, "True", todo)
 
 
 def note_padding(rows: CacheRows, query_len: int, options: Mapping[str, Any]) -> None:

@@ -271,6 +271,14 @@ __device__ __forceinline__ float4 ld_cluster_float4(u32 from) {
                : "memory");
   return x;
 }
+__device__ __forceinline__ float4 ld_cluster_float4_or_zero(u32 from, bool real) {
+  float4 x = {0.f, 0.f, 0.f, 0.f};
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];}"
+               : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+               : "r"(from), "r"((u32)real)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ void red_release_cluster(u32 counter) {
   asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }

@@ -75,6 +75,8 @@ def _specialised(index: int, spec: LatentSpec) -> tuple[jit.Kernel, jit.Kernel |
     if spec.cluster == 1:
         jit.compile_ahead("latent_merge.cu", config, gpu.capability(index))
     kernel = jit.kernel(*kernel_of(config), config, device, shared_bytes=shared_bytes(config))
+    if spec.cluster > 8:
+        kernel.resident(threads_of(config), spec.cluster, spec.cluster)  # the device must be set to allow it
     if spec.cluster > 1:
         return kernel, None, config
     return kernel, jit.kernel("latent_merge.cu", "latent_merge", config, device, shared_bytes=0), config

@@ -54,10 +54,10 @@ __device__ __forceinline__ void put_together(const Params &p, char *memory, cons
   if (parts > 1 && first_row < query_len * NUM_HEADS && first < UNITS) {
     const u32 at = shared_address(memory);
     float4 state[CLUSTER], x[AT_ONCE][CLUSTER];
-    const auto ask = [&](float4 (&x)[CLUSTER], u32 from) {  // no branches; of none the last part again
+    const auto ask = [&](float4 (&x)[CLUSTER], u32 from) {  // no branches, and nothing where there is no part
 #pragma unroll
       for (int part = 0; part < CLUSTER; ++part)
-        x[part] = ld_cluster_float4(mapa(from, min(part, parts - 1)));
+        x[part] = ld_cluster_float4_or_zero(mapa(from, part), part < parts);
     };
     ask(state, at + UNITS * 2048 + row * 8);
     float top[2] = {FLOOR, FLOOR}, total[2] = {0.f, 0.f}, by[2];
@@ -69,8 +69,8 @@ __device__ __forceinline__ void put_together(const Params &p, char *memory, cons
       if (unit == first) {
 #pragma unroll
         for (int part = 0; part < CLUSTER; ++part) {
-          top[0] = fmaxf(top[0], state[part].x);
-          top[1] = fmaxf(top[1], state[part].z);
+          top[0] = fmaxf(top[0], part < parts ? state[part].x : FLOOR);
+          top[1] = fmaxf(top[1], part < parts ? state[part].z : FLOOR);
         }
 #pragma unroll
         for (int part = 0; part < CLUSTER; ++part) {

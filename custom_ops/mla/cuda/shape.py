@@ -30,6 +30,9 @@ _MIN_TILES = 2
 #: how long contexts may get there, by the table's width, for each request, of which 4 are counted at least:
 #: as far as it was faster than ranges of all keys with a merge behind (docs/log/latent_launches.md).
 CLUSTER, MAX_CLUSTERS, TOKENS_PER_CLUSTER = 8, 8, 512
+#: The same of fewer requests, of up to 16 rows that are not of fp8, which would spill registers; on at most
+#: half of a device's multiprocessors.
+WIDE_CLUSTER, MAX_WIDE_CLUSTERS = 16, 2
 _MAX_COORDINATE = 2**31 - 1
 
 
@@ -56,6 +59,7 @@ class LatentSpec(NamedTuple):
         (num_reqs, columns), block_size = call.block_table.shape, call.kv_cache.shape[1]
         clustered = rows <= 32 and num_reqs <= MAX_CLUSTERS <= num_sms // CLUSTER
         clustered = clustered and columns * block_size <= TOKENS_PER_CLUSTER * max(num_reqs, 4)
+        wide = rows <= 16 and not fp8 and num_reqs <= min(MAX_WIDE_CLUSTERS, num_sms // (2 * WIDE_CLUSTER))
         if fp8:
             few = (rows <= FP8_TILE_ROWS or not clustered) and num_reqs * columns * block_size <= FP8_TOKENS
             rows = 8 if few else min(rows, FP8_TILE_ROWS)
@@ -70,7 +74,7 @@ class LatentSpec(NamedTuple):
             lse=call.lse is not None,
             rows=rows,
             max_groups=num_sms * (FP8_CTAS if fp8 else 1),
-            cluster=CLUSTER if clustered else 1,
+            cluster=1 if not clustered else WIDE_CLUSTER if wide else CLUSTER,
         )
 
 

@@ -146,6 +146,9 @@ inline u32 shared_address(const void *p) { return (u32)((const char *)p - memori
 inline u32 mapa(u32 mine, int rank) { return mine % CTA_BYTES + (u32)rank * CTA_BYTES; }
 inline u32 mapa(const void *mine, int rank) { return mapa(shared_address(mine), rank); }
 inline float4 ld_cluster_float4(u32 from) { return *(float4 *)(memories + from); }
+inline float4 ld_cluster_float4_or_zero(u32 from, bool real) {
+  return real ? ld_cluster_float4(from) : float4{0.f, 0.f, 0.f, 0.f};
+}
 inline void cp_async_or_zero(u32 to, const char *from, bool real) {
   const races::As copy(races::COPY);
   if (real) memcpy(memories + to, from, 16);

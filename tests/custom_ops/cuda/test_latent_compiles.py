@@ -37,6 +37,7 @@ SPECS = {
     "not causal": spec(16, causal=False),
     "fp8, 8 rows": spec(8, fp8=True),
     **{f"{rows} rows in a cluster": spec(rows, cluster=8) for rows in (8, 16, 32)},
+    **{f"{rows} rows in a cluster of 16": spec(rows, cluster=16) for rows in (8, 16)},
     "fp8, 16 rows in a cluster": spec(16, fp8=True, cluster=8),
     "fp8, 16 rows": spec(16, fp8=True),
     "fp8, two tiles of rows": spec(16, fp8=True, num_heads=32, block_size=16, half=True),
@@ -95,7 +96,12 @@ def call(**changed: Any) -> LatentCall:
 @pytest.mark.parametrize(
     ("requests", "columns", "heads", "sms", "cluster"),
     [
-        (1, 32, 16, 132, 8),
+        (1, 32, 16, 132, 16),
+        (2, 32, 16, 132, 16),
+        (2, 32, 16, 66, 16),
+        (2, 32, 16, 64, 16),
+        (2, 32, 17, 132, 8),
+        (3, 32, 16, 132, 8),
         (1, 33, 16, 132, 1),
         (8, 64, 32, 132, 8),
         (8, 65, 32, 132, 1),

@@ -282,11 +282,13 @@ __device__ __forceinline__ float4 ld_cluster_float4_or_zero(u32 from, bool real)
 __device__ __forceinline__ void red_release_cluster(u32 counter) {
   asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
-// One more comes to a number that starts at 0; how many came before. The last one sees what the others wrote,
-// and what they read is read.
+// One more comes to a number that starts at 0; how many came before. What CTAs read ahead of it, and have
+// used behind a barrier, they have read when the last one comes; what they wrote it may not see. To order
+// writes as well, by acq_rel, waits for all loads of the thread, those of a state too
+// (docs/log/states_chain.md).
 __device__ __forceinline__ int count_arrival(int *semaphore) {
   int before;
-  asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore) : "memory");
+  asm volatile("atom.global.relaxed.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore) : "memory");
   return before;
 }
 // a spin; decode.cu, where it stands, says who comes

@@ -53,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
   const float skip = load_weight<SKIP_FLOAT>(p.skip_weight, head);
   griddepcontrol_wait();
-  Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + first + thread;
@@ -70,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     const int part = (i * THREADS + thread) * 2;
     if (part < CHANNELS) windows[i].load(p, row, token, channel_of(part));
   }
+  Held held(state, row.kept, thread);  // behind the windows, which would come last otherwise
   const float dt = load_number(p.dt, token * p.dt_token + head) + dt_bias;
   float gate = 0.f;
   if (GATED && thread < VALUE_DIM)

@@ -86,6 +86,28 @@ def test_admission_while_decoding_waits_for_nothing(model: Any) -> None:
     assert all(r.hits > before for r, before in zip(generator.prefill_runner.report(), hits, strict=True))
 
 
+def test_the_last_part_of_a_shared_prompt_is_a_step_of_one_request(model: Any) -> None:
+    """A prompt whose first 1,024 tokens are known replays a graph of one request over the others; two such
+    prompts at once do not. Tokens are those of an engine that has neither graphs nor known tokens."""
+    from torchpaged.engine import SamplingParams
+
+    rng, params = random.Random(3), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    shared, *own = ([rng.randrange(8, VOCAB) for _ in range(tokens)] for tokens in (1024, 16, 9, 200, 7, 30))
+    prompts = [shared + tokens for tokens in own]
+    with make(model, graphs=False, buckets=None, prefix_cache=False, share_prefixes=False) as plain:
+        want = [output.token_ids for output in plain.generate(prompts, params)]
+    with make(model) as generator:
+        generator.generate([shared], params)
+        alone, other = generator.prefill_runners
+        first = other.histogram()
+        found = [generator.generate([prompt], params)[0].token_ids for prompt in prompts[:3]]
+        assert alone.histogram() == {16: 1, 9: 1, 200: 1} and other.histogram() == first
+        found += [output.token_ids for output in generator.generate(prompts[3:], params)]
+        assert sum(alone.histogram().values()) == 3 and other.histogram() == {**first, 37: 1}
+        assert generator.stats.prefix_cache.hit_tokens == len(prompts) * len(shared)
+        assert found == want
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "lens",

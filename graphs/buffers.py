@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.graphs.staged import StagedMemory, Staging
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.checks import check_batch, count, integers
 from torchpaged.metadata.fields import (
+    CODES,
     FIELDS,
     METADATA_FIELDS,
     BatchSizes,
@@ -120,30 +122,37 @@ class StepBuffers:
     def _num_bytes(self, bucket: int) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._layout(bucket))
 
+    def _make_staging(self, bucket: int) -> None:
+        """For steps of up to ``bucket``."""
+        self._staging = Staging(self._num_bytes(bucket), self.device)
+        self._no_blocks = memoryview(array("i", bytes(4 * self.max_blocks_per_req)))
+
     def _staged(
         self,
         numbers: Mapping[str, Sequence[int]],
         block_tables: Sequence[Sequence[int]],
         bucket: int,
         first_row: int = 0,
-    ) -> Tensor:
-        """A step's fields, padded, as bytes on the host, with blocks from ``first_row`` on: built from lists,
-        since a tensor operation each would cost the host several times as much. Pinned memory is fresh for
-        each step: torch's allocator keeps it until the copy is done, so that nothing is overwritten early."""
-        packed = bytearray()
+    ) -> StagedMemory:
+        """A step's fields, padded, in memory to be sent, with blocks from ``first_row`` on; what is in front
+        of these is of no meaning. From lists, since a tensor operation each would cost the host several times
+        as much."""
+        memory, first, width = self._staging.take(), 0, self.max_blocks_per_req
         for name, num_bytes, _ in self._layout(bucket):
+            field = FIELDS[name]
+            size = field.dtype.itemsize
+            words, at, end = memory.words[CODES[field.dtype]], first // size, (first + num_bytes) // size
             if name == "block_table":
-                table = bytearray(num_bytes)  # of null blocks
-                rows = memoryview(table).cast("i")
-                for row, blocks in enumerate(block_tables, first_row):
-                    first = row * self.max_blocks_per_req
-                    rows[first : first + len(blocks)] = array("i", blocks)
-                packed += table
+                at += first_row * width
+                for blocks in block_tables:
+                    words[at : at + len(blocks)] = array("i", blocks)
+                    words[at + len(blocks) : at + width] = self._no_blocks[len(blocks) :]
+                    at += width
+                words[at:end] = array("i", bytes(size * (end - at)))
             else:
-                field = FIELDS[name]
-                packed += field.pad(numbers[name], num_bytes // field.dtype.itemsize)
-        staged = torch.frombuffer(packed, dtype=torch.uint8)
-        return staged.pin_memory() if self.device.type == "cuda" else staged
+                words[at:end] = field.pad(numbers[name], end - at)
+            first += num_bytes
+        return memory
 
     def _split(self, memory: Tensor, bucket: int) -> dict[str, Tensor]:
         """The fields of a bucket that lie in these bytes, by name."""
@@ -193,6 +202,9 @@ class DecodeBuffers(StepBuffers):
         ) = self._tensors.values()
         for tensor in self._tensors.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
+        self._make_staging(max_batch_size)
+        with torch.inference_mode(False):  # where a step's numbers arrive
+            self._bytes = torch.zeros(self._num_bytes(max_batch_size), dtype=torch.uint8, device=device)
 
     def _sizes(self, bucket: int) -> BatchSizes:
         """One token per row."""
@@ -228,8 +240,9 @@ class DecodeBuffers(StepBuffers):
             "query_start_loc": range(rows + 1),
             "input_ids": [] if isinstance(input_ids, Tensor) else input_ids,
         }
-        staged = self._staged(numbers, block_tables, padded_to).to(self.device, non_blocking=True)
-        new = self._split(staged, padded_to)
+        memory, arrived = self._staged(numbers, block_tables, padded_to), self._bytes
+        self._staging.send(memory, arrived[: self._num_bytes(padded_to)])
+        new = self._split(arrived, padded_to)
         if isinstance(input_ids, Tensor):
             del new["input_ids"]
             self.input_ids[:rows].copy_(input_ids)

@@ -85,6 +85,8 @@ class PackedBuffers(StepBuffers):
         self.max_query_len = most if max_query_len is None else min(max_query_len, most)
         with torch.inference_mode(False):
             self._bytes = torch.zeros(self._num_bytes(self.buckets[-1]), dtype=torch.uint8, device=device)
+        self._make_staging(self.buckets[-1])
+        self._parts = {bucket: self._bytes[: self._num_bytes(bucket)] for bucket in self.buckets}
 
     def _sizes(self, bucket: int) -> BatchSizes:
         return BatchSizes(self.num_reqs(bucket), bucket, self.max_blocks_per_req)
@@ -150,8 +152,8 @@ class PackedBuffers(StepBuffers):
         if batch.filled:
             numbers = _behind(batch.filled, numbers)
         numbers["logits_indices"] = batch.logits_indices
-        staged = self._staged(numbers, batch.block_tables, padded_to, batch.filled)
-        self._bytes[: len(staged)].copy_(staged, non_blocking=True)
+        memory = self._staged(numbers, batch.block_tables, padded_to, batch.filled)
+        self._staging.send(memory, self._parts[padded_to])
 
     def check(self, batch: PackedBatch, padded_to: int) -> None:
         """Refuse what could not be `put` into the tensors; raises `ArgumentError`."""

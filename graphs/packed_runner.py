@@ -135,16 +135,24 @@ class PackedGraphRunner(BucketedGraphs):
         if filled and (fill is None or self._plans_replays):
             expected = "0: fill is None" if fill is None else "0 with a session that plans by lengths"
             raise ArgumentError("filled", expected, str(filled), "list all requests")
-        num_tokens = count("input_ids", input_ids) + filled
-        bucket = bucket_for(self.buckets, num_tokens)
+        count("input_ids", input_ids)
         batch = PackedBatch(
             input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents, filled
         )
-        self.buffers.check(batch, bucket)
-        self.capture_for(num_tokens)
+        return self.run_known(batch, fill, checks=True)
+
+    def run_known(self, batch: PackedBatch, fill: Fill | None = None, checks: bool = False) -> Tensor:
+        """`run` of lists that the caller's own books have made: they are checked with ``checks`` or in debug
+        mode alone."""
+        num_tokens = len(batch.input_ids) + batch.filled
+        bucket = bucket_for(self.buckets, num_tokens)
+        if checks or self.debug:
+            self.buffers.check(batch, bucket)
+        if bucket not in self._graphs:
+            self._capture_one(bucket)
         with torch.inference_mode():
             self.buffers.put(batch, bucket)
             if fill is not None:
                 fill(*self.view(bucket)[:2])
-            host = self.host_lengths(query_lens, seq_lens, self.buffers.num_reqs(bucket))
-            return self.start(num_tokens, host=host).output[: len(logits_indices)]
+            host = self.host_lengths(batch.query_lens, batch.seq_lens, self.buffers.num_reqs(bucket))
+            return self.start(num_tokens, host=host).output[: len(batch.logits_indices)]

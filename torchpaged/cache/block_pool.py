@@ -150,7 +150,7 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
-        held, more, different = self._held, self._more, self._different(blocks)
+        held, different = self._held, self._different(blocks)
         idle: Sequence[int] = []
         if different is not None:
             idle = blocks if held.isdisjoint(different) else list(filterfalse(held.__contains__, blocks))
@@ -160,6 +160,16 @@ class BlockPool:
             if len(set(blocks)) < len(blocks):
                 raise ArgumentError("blocks", "every block once", str(list(blocks)))
             idle = [block for block in blocks if block not in held]
+        return self._share(blocks, idle)
+
+    def fork_kept(self, blocks: Sequence[int]) -> list[int]:
+        """`fork` of blocks that were given to `keep`, each once: they are not looked at again."""
+        idle = blocks if self._held.isdisjoint(blocks) else list(filterfalse(self._held.__contains__, blocks))
+        return self._share(blocks, idle)
+
+    def _share(self, blocks: Sequence[int], idle: Sequence[int]) -> list[int]:
+        """One more holder for ``blocks``, of which ``idle`` have none."""
+        held, more = self._held, self._more
         self._idle.hit(idle)
         if len(idle) < len(blocks):
             for block in filter(held.__contains__, blocks) if idle else blocks:

@@ -59,7 +59,8 @@ class CachedText:
         try:
             if isinstance(tokens, bytes | bytearray):  # of which an array takes eight for a number
                 raise TypeError(type(tokens).__name__)
-            self._data += memoryview(array("q", tokens)).cast("B")
+            is_plain = isinstance(tokens, array) and tokens.typecode == "q"
+            self._data += memoryview(tokens if is_plain else array("q", tokens)).cast("B")
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
         # Blocks that it may take. Its last token is in none: that one is always computed.
@@ -118,7 +119,7 @@ class CachedText:
 
     def _begin(self, count: int, counts: bool, why_fewer: str = "") -> list[int]:
         """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""
-        blocks = self._cache.pool.fork(self._blocks[:count]) if count else []
+        blocks = self._cache.pool.fork_kept(self._blocks[:count]) if count else []
         if count < len(self._blocks):
             self._place = self._runs.find(self._runs.origin, self._data, 0, count, self._extra)[1]
         self._done, self.has_begun = count, True

@@ -24,6 +24,7 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.step_graphs import PrefillGraphs
+from torchpaged.graphs.packed_buffers import PackedBatch
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.host import to_device
 from torchpaged.prefixes import AutomaticPrefixes
@@ -75,12 +76,13 @@ class PackedSteps:
         said = {"batch": len(decodes) + len(chunks), "tokens": num_tokens}
         said |= {"decodes": len(decodes)} if decodes else {}
         fill = None if self._rows is None or not decodes else partial(self._fill, decodes, self._rows)
-        bucket = None if self._graphs is None else self._graphs.bucket_for(said["batch"], num_tokens)
-        if self._graphs is not None and bucket is not None:
+        found = None if self._graphs is None else self._graphs.runner_for(said["batch"], num_tokens)
+        if found is not None:
+            runner, bucket = found
             filled = len(decodes) if fill is not None else 0
-            batch = self._lists(chunks, [] if filled else decodes, filled)
+            lists = self._lists(chunks, [] if filled else decodes, filled)
             with profile_range("prefill", **said, padded=bucket):
-                return self._graphs.run(*batch, fill=fill, filled=filled)
+                return runner.run_known(PackedBatch(*lists, filled=filled), fill)
         ids, query_lens, seq_lens, tables, ends = self._lists(chunks, decodes)
         with profile_range("prefill", **said):
             width = None if self._rows is None or fill is None else self._rows.max_blocks_per_req

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchpaged.custom_ops.errors import CaptureError
 from torchpaged.engine.decisions import Decisions
@@ -33,7 +32,7 @@ class PrefillGraphs:
         graphs = PrefillGraphs(model, [64, 512], max_batch_size=8, max_blocks_per_req=128, required=False,
                                reason="automatic")
         graphs.capture()                                        # or each bucket at its first step
-        if graphs.bucket_for(num_reqs=2, num_tokens=37): logits = graphs.run(...)
+        if found := graphs.runner_for(num_reqs=2, num_tokens=37): logits = found[0].run_known(...)
 
     With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and
     ``reason`` says which op it was.
@@ -102,8 +101,9 @@ class PrefillGraphs:
             return False
         return runner.is_captured(bucket_for(runner.buckets, num_tokens))
 
-    def bucket_for(self, num_reqs: int, num_tokens: int) -> int | None:
-        """The bucket of a step of these sizes, captured; None if Python has to launch it.
+    def runner_for(self, num_reqs: int, num_tokens: int) -> tuple[PackedGraphRunner, int] | None:
+        """Whose graph a step of these sizes replays, and its bucket, captured; None if Python has to launch
+        it.
 
         Raises:
             CaptureError: with ``required``, the bucket can't be captured.
@@ -112,17 +112,10 @@ class PrefillGraphs:
         if runner is None:
             return None
         try:
-            return runner.capture_for(num_tokens)
+            return runner, runner.capture_for(num_tokens)
         except CaptureError as error:
             self._give_up(error)
             return None
-
-    def run(self, input_ids: Seq[int], query_lens: Seq[int], *batch: Any, **options: Any) -> Tensor:
-        """`PackedGraphRunner.run`, of a step that has a bucket."""
-        filled = options.get("filled", 0)
-        runner = self._runner_for(filled + len(query_lens), filled + len(input_ids))
-        assert runner is not None
-        return runner.run(input_ids, query_lens, *batch, **options)
 
     def _runner_for(self, num_reqs: int, num_tokens: int) -> PackedGraphRunner | None:
         return next((runner for runner in self.runners if runner.fits(num_reqs, num_tokens)), None)

@@ -85,6 +85,7 @@ class Stepper:
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self._plan: Schedule | None = None  # of the last step; None: it did not come so far
+        self._plan_before: Schedule | None = None  # and of the one before, until the device has work
         self._bisection: FaultBisection | None = None  # after a step that raised
         self._limited_for: list[Sequence] = []  # while one of them lives, steps take fewer requests
         self._owner = CacheOwner(model.kv_cache, self.requests)
@@ -284,7 +285,8 @@ class Stepper:
         if loop is not None and loop.launches and self._scheduler.short_of_blocks():
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
-            self._plan = None
+            # Freed later: requests that ended with it have a list of their prompt's ids.
+            self._plan_before, self._plan = self._plan, None
             self._plan = plan = self._scheduler.schedule()
         if loop is not None:
             for sequence in plan.put_back:
@@ -295,6 +297,7 @@ class Stepper:
             decode_seconds = advance(plan)
         elif loop is not None:
             self._collect(loop, keep=0)
+        self._plan_before = None
         decoded = len(plan.decodes) if loop is None else loop.launches.decoded - read_before
         prefilled = sum(count for _, count in plan.chunks)
         now = time.perf_counter()
@@ -328,6 +331,7 @@ class Stepper:
         # A request that has just begun to decode does so in the pass over the next chunks, if there are any.
         if not decoding and not (started and self._mixes and self._scheduler.prefills_left):
             started = self._start(loop)
+        self._plan_before = None
         self._collect(loop, keep=1 if started else 0)
         return None if decoding or self._launches_return_at_once else time.perf_counter() - between
 

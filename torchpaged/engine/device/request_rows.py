@@ -124,6 +124,7 @@ class DecodeRows:
         self.steps_per_launch, self._ops = steps_per_launch, ops
         self.stage = LogitsStage() if stage is None else stage
         self._find_slots = find_slots
+        self._first_rows: dict[int, dict[str, Tensor]] = {}  # by number, what `finish_rows` takes of them
         rows = max_batch_size
         padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
@@ -209,8 +210,11 @@ class DecodeRows:
         """
         count = len(rows)
         if list(rows) == list(range(count)):  # as where no row is idle: in place
-            names = *_FINISHED, "logits_words"
-            return self._finish(logits, {name: getattr(self, name)[:count] for name in names})
+            fields = self._first_rows.get(count)
+            if fields is None:
+                names = *_FINISHED, "logits_words"
+                fields = self._first_rows[count] = {name: getattr(self, name)[:count] for name in names}
+            return self._finish(logits, fields)
         # Fields begin at multiples of 16 bytes: Triton would compile anew for other alignments.
         padded = to_device([*rows, *[rows[-1]] * (-count % 4)], torch.int64, self.device)
         index = padded[:count]
@@ -276,22 +280,29 @@ class DecodeRows:
             self.device.type == "cuda",
         )
         data = staged.to(self.device, non_blocking=True)
-        index, data = data[:, 0].long(), data[:, 2:]
-        longs = _copied(data[:, : 2 * (len(LONGS) + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
-        rest = data[:, 2 * (len(LONGS) + MAX_STOP_TOKEN_IDS) :]
-        self._longs.index_copy_(1, index, longs[:, : len(LONGS)].t())
-        self.stop_token_ids.index_copy_(0, index, longs[:, len(LONGS) :])
-        self._ints.index_copy_(1, index, rest[:, : len(INTS)].t())
-        self._floats.index_copy_(
-            1, index, _copied(rest[:, len(INTS) : len(INTS) + len(FLOATS)]).view(torch.float32).t()
-        )
-        blocks = HEAD_WORDS + self.max_blocks_per_req
-        words = blocks + self.stage.num_words
-        self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:blocks])
+        longs, floats, rows = data.view(torch.int64), data.view(torch.float32), list(states)
+        are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+
+        def put(field: Tensor, dim: int, new: Tensor) -> None:
+            if are_neighbours:
+                field.narrow(dim, rows[0], len(rows)).copy_(new)
+            else:
+                field.index_copy_(dim, longs[:, 0], new)
+
+        stops = 1 + len(LONGS)
+        ints = 2 * (stops + MAX_STOP_TOKEN_IDS)
+        blocks = 2 + HEAD_WORDS
+        words = blocks + self.max_blocks_per_req
+        seen = words + self.stage.num_words
+        put(self._longs, 1, longs[:, 1:stops].t())
+        put(self.stop_token_ids, 0, longs[:, stops : stops + MAX_STOP_TOKEN_IDS])
+        put(self._ints, 1, data[:, ints : ints + len(INTS)].t())
+        put(self._floats, 1, floats[:, ints + len(INTS) : blocks].t())
+        put(self.block_table, 0, data[:, blocks:words])
         if self.stage.num_words:
-            self.logits_words.index_copy_(0, index, data[:, blocks:words])
+            put(self.logits_words, 0, data[:, words:seen])
         if with_seen:
-            self.seen.index_copy_(0, index, data[:, words:])
+            put(self.seen, 0, data[:, seen : seen + num_words])
         self._look_up_slots()
 
     def append_blocks(self, blocks: Sequence[tuple[int, int, int]]) -> None:
@@ -374,8 +385,3 @@ class DecodeRows:
         What the rows hold then is not known: `write` or `clear` every one.
         """
         self.ring.reset()
-
-
-def _copied(x: Tensor) -> Tensor:
-    """A copy whose strides fit a wider dtype; `contiguous` keeps those of a single line."""
-    return x.clone(memory_format=torch.contiguous_format)

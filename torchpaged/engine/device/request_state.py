@@ -132,14 +132,15 @@ def packed_rows(
 ) -> Tensor:
     """Rows on their way to the device, a line each: ``[len(states), words]`` int32 on the host.
 
-    A line holds the row's number in two words, `RowState.packed`, ``max_blocks_per_req`` blocks, those past
-    the request's own 0, ``num_logits_words``, and ``num_seen_words`` of `token_bits`, 0 where the state has
-    no ``seen``.
+    A line holds the row's number as an integer of two words, `RowState.packed`, ``max_blocks_per_req``
+    blocks, those past the request's own 0, ``num_logits_words``, ``num_seen_words`` of `token_bits`, 0 where
+    the state has no ``seen``, and perhaps a word more: their number is even.
     """
     begin = 2 + HEAD_WORDS
     behind = begin + max_blocks_per_req
     seen = behind + num_logits_words
-    words = array("i", bytes(4 * len(states) * (seen + num_seen_words)))
+    end = seen + num_seen_words
+    words = array("i", bytes(4 * len(states) * (end + end % 2)))
     lines = torch.frombuffer(words, dtype=torch.int32).view(len(states), -1)
     for line, (row, state) in enumerate(states.items()):
         first = line * lines.shape[1]
@@ -148,5 +149,5 @@ def packed_rows(
         words[first + begin : first + begin + len(state.blocks)] = array("i", state.blocks)
         words[first + behind : first + behind + len(state.logits_words)] = array("i", state.logits_words)
         if state.seen is not None:
-            lines[line, seen:] = token_bits(state.seen, num_seen_words)
+            lines[line, seen:end] = token_bits(state.seen, num_seen_words)
     return lines.pin_memory() if pin_memory else lines

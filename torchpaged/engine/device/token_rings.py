@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.graphs.staged import record
 
 
 class RingFullError(TorchpagedError, RuntimeError):
@@ -88,15 +89,6 @@ def shared_memory(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor,
     raise TorchpagedError(
         f"{device} can't write pinned host memory at its own address, which whole steps in a graph need"
     )
-
-
-def _record(event: torch.Event, device: torch.device) -> None:
-    """Record an event behind what was launched on ``device``. Without a stream it would stand in that of the
-    current device, which in a thread that chose none is the first one."""
-    if torch.cuda.current_device() == device.index:
-        event.record()
-    else:
-        event.record(torch.cuda.current_stream(device))
 
 
 class LaunchRing:
@@ -200,7 +192,7 @@ class LaunchRing:
                 "take() once behind each launch whose tokens you want",
             )
         if self._events is not None:
-            _record(self._events[launch % self._depth], self.launches.device)
+            record(self._events[launch % self._depth], self.launches.device)
         self._unread.append(launch)
         return launch
 
@@ -256,7 +248,7 @@ class CopiedTokens:
         # object of it, 4.5 us
         self._event = torch.Event(tokens.device) if on_gpu else None
         if self._event is not None:
-            _record(self._event, tokens.device)
+            record(self._event, tokens.device)
 
     def wait(self) -> Tensor:
         """The tokens in host memory; waits until they are there."""

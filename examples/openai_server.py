@@ -4,15 +4,14 @@
     python examples/openai_server.py HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
     curl localhost:8000/v1/completions -d '{"prompt": "The capital of France is", "max_tokens": 8}'
 
-An example, not a product: no keys, no limits. A field that it does not know is refused, not ignored. A client
-that goes away while it streams cancels its request.
+An example without keys and limits. A field that it does not know is refused, not ignored. A client that goes
+away cancels its request.
 """
 
 import argparse
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ REASONS = {"stop": "stop", "length": "length", "out_of_blocks": "length"}
 #: The status of an error is its nearest class's; the first three are what a wrong body raises.
 STATUS: dict[Any, int] = dict.fromkeys([ValueError, TypeError, RecursionError], 400)
 STATUS |= {ArgumentError: 400, TorchpagedError: 503, RequestError: 500, Exception: 500}
-Events = AsyncIterator[TokenEvent]
 
 
 def sampling_of(body: dict[str, Any]) -> SamplingParams:
@@ -66,13 +64,11 @@ def choice(chat: bool, text: str, reason: str | None, part: bool) -> dict[str, A
     return {"index": 0, **content, "logprobs": None, "finish_reason": REASONS.get(reason or "")}
 
 
-async def behind(event: TokenEvent | None, rest: Events) -> Events:
-    """All events, of which the first was waited for already; a request that failed raises."""
-    while event is not None:
-        if event.finish_reason in ("error", "cancelled"):
-            raise event.error or TorchpagedError("the server ends")
-        yield event
-        event = await anext(rest, None)
+def good(event: TokenEvent) -> TokenEvent:
+    """The event, unless its request failed."""
+    if event.finish_reason in ("error", "cancelled"):
+        raise event.error or TorchpagedError("the server ends")
+    return event
 
 
 def make_app(generator: Generator, name: str) -> Any:
@@ -90,42 +86,48 @@ def make_app(generator: Generator, name: str) -> Any:
         status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
         return JSONResponse(failure(error), getattr(error, "status_code", status))
 
-    async def parts(events: Events, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
+    async def parts(said: Any, answered: Any, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
         try:
-            async for event in events:
-                one = choice(chat, event.text, event.finish_reason, part=True)
+            while said is not None:
+                one = choice(chat, good(said).text, said.finish_reason, part=True)
                 yield f"data: {json.dumps({**head, 'choices': [one]})}\n\n"
+                said = await anext(answered, None)
         except TorchpagedError as error:  # the status is sent already
             yield f"data: {json.dumps(failure(error))}\n\n"
         yield "data: [DONE]\n\n"
 
-    async def answer(request: Request, chat: bool) -> Response:
-        if not isinstance(body := await request.json(), dict):
-            raise ArgumentError("body", "a JSON object", type(body).__name__)
+    async def made(body: dict[str, Any], chat: bool) -> Response:
         if (streams := body.get("stream")) not in (None, False, True):
             raise ArgumentError("stream", "true or false", repr(streams))
         prompt = prompt_of(body, generator.tokenizer, chat)
         answered = generator.answer(prompt, sampling_of(body))
-        events = behind(await anext(answered), answered)  # it is queued, or refused, by now
+        first = await anext(answered)  # it is queued, or refused, by now
         kind = ("chat.completion.chunk" if streams else "chat.completion") if chat else "text_completion"
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name, "object": kind}
+        head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": name, "object": kind}
         if streams:
-            return StreamingResponse(parts(events, head, chat), media_type="text/event-stream")
-        said = [event async for event in events]
-        one = choice(chat, "".join(event.text for event in said), said[-1].finish_reason, part=False)
+            return StreamingResponse(parts(first, answered, head, chat), media_type="text/event-stream")
+        said = [first, *[event async for event in answered]]
+        one = choice(chat, "".join(event.text for event in said), good(said[-1]).finish_reason, part=False)
         n, count = len(prompt), sum(event.token_id is not None for event in said)
         usage = {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}
         return JSONResponse({**head, "choices": [one], "usage": usage})
 
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
+    async def answer(request: Request, chat: bool) -> Response:
+        if not isinstance(body := await request.json(), dict):
+            raise ArgumentError("body", "a JSON object", type(body).__name__)
+        making = asyncio.ensure_future(made(body, chat))
+        try:
+            while not making.done() and not await request.is_disconnected():
+                await asyncio.wait([making], timeout=0.1)
+            return making.result() if making.done() else Response(status_code=499)
+        finally:
+            making.cancel()
 
-    async def metrics(_: Request) -> Response:
-        return PlainTextResponse((await asyncio.to_thread(generator.metrics)).prometheus())
-
+    known = {"object": "list", "data": [{"id": name, "object": "model"}]}
     posts = {"/v1/completions": False, "/v1/chat/completions": True}
     routes = [Route(path, partial(answer, chat=chat), methods=["POST"]) for path, chat in posts.items()]
-    routes += Route("/v1/models", models), Route("/metrics", metrics)
+    routes.append(Route("/v1/models", lambda _: JSONResponse(known)))
+    routes.append(Route("/metrics", lambda _: PlainTextResponse(generator.metrics().prometheus())))
     return Starlette(routes=routes, exception_handlers=dict.fromkeys([*STATUS, HTTPException], refuse))
 
 
@@ -133,16 +135,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a model as OpenAI's API does.")
     parser.add_argument("model", help="folder or hub id")
     parser.add_argument("--port", type=int, default=8000)
-    options = parser.parse_args()
+    args = parser.parse_args()
     import torch
     import uvicorn
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").to(device)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    with Generator(model, tokenizer, max_batch_size=32).start() as generator:
-        uvicorn.run(make_app(generator, options.model), port=options.port)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device)
+    with Generator(model, AutoTokenizer.from_pretrained(args.model), max_batch_size=32).start() as generator:
+        uvicorn.run(make_app(generator, args.model), port=args.port)
 
 
 if __name__ == "__main__":

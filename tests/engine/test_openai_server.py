@@ -126,6 +126,47 @@ def test_a_client_that_is_gone_when_its_answer_begins(llama: Any, server: Module
         assert not generator.has_unfinished
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_while_it_waits(
+    llama: Any, server: ModuleType, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Its request is cancelled, streamed or not; others go on."""
+    body = {"prompt": "5 9", "max_tokens": 50, "ignore_eos": True, "stream": stream}
+    where = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    generator = Generator(llama, Words(), max_batch_size=4, max_seq_len=64, compile=False)
+    step = generator._stepper.step
+
+    def slow() -> None:
+        time.sleep(0.05)
+        step()
+
+    monkeypatch.setattr(generator._stepper, "step", slow)
+
+    async def main() -> None:
+        messages, leaves = (
+            [{"type": "http.request", "body": json.dumps(body).encode()}],
+            time.monotonic() + 0.2,
+        )
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            if (left := leaves - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None: ...
+
+        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, **where}
+        await server.make_app(generator, "tiny")(scope, receive, send)
+
+    with generator.start():
+        other = generator.submit([5, 9], SamplingParams(max_new_tokens=20, ignore_eos=True))
+        asyncio.run(main())
+        *_, last = generator.stream([other])
+        assert (last.finish_reason, generator.metrics().finished) == ("length", {"cancelled": 1, "length": 1})
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -40,6 +40,21 @@ def test_fork_keeps_blocks_until_the_last_holder_leaves() -> None:
     assert pool.num_free == 3
 
 
+def test_blocks_that_are_kept_are_forked_as_any_others() -> None:
+    """Held ones and idle ones, whatever of them is known."""
+    found = []
+    for name in ("fork", "fork_kept"):
+        pool = BlockPool(8)
+        pool.watch(lambda blocks, kept: None)
+        held, idle = pool.allocate(2), pool.allocate(2)
+        pool.keep([*held, *idle], "text")
+        pool.free(idle)
+        for blocks in ([*held, *idle], idle, held):
+            assert getattr(pool, name)(blocks) == blocks
+        found.append(([pool.ref_count(block) for block in (*held, *idle)], pool.num_idle, pool.peak_used))
+    assert found[0] == found[1] == ([3, 3, 2, 2], 0, 4)
+
+
 @pytest.mark.parametrize("wrong", [[0], [9], [-1], [1, 1], [2]])
 def test_bad_frees_are_refused_whole(wrong: list[int]) -> None:
     pool = BlockPool(4)

@@ -127,7 +127,7 @@ def at_blocks_of_culprit(generator: Generator, switch: Switch, patch: pytest.Mon
 
 def at_fork(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     """Of blocks that are found; none are at first."""
-    switch.before(patch, generator.pool, "fork")
+    switch.before(patch, generator.pool, "fork_kept")
 
 
 def at_prefixes_of_culprit(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:

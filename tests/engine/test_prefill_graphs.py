@@ -2,6 +2,7 @@
 options, reasons and reports."""
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -109,6 +110,24 @@ def test_a_request_alone_has_graphs_of_its_own(model: Any, monkeypatch: pytest.M
     assert [runner.histogram() for runner in (alone, other)] == [{5: 1}, {9: 1, 11: 1}]
     assert alone.buckets == [8] and alone.view(8)[1].num_reqs == 1
     assert len(generator(model, max_batch_size=1).prefill_runners) == 1
+
+
+def test_requests_of_the_step_before_are_freed_behind_the_replay(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of a long prompt take a while, in which the device would have nothing to do."""
+    g, lived = generator(model), list[bool]()
+    g.generate([[8] * 5], SamplingParams(max_new_tokens=1))
+    plan = g._stepper._plan
+    assert plan is not None
+    before = weakref.ref(plan.chunks[0][0])
+    del plan
+    for runner in g.prefill_runners:
+        monkeypatch.setattr(
+            runner, "_replay", lambda graph: (lived.append(before() is not None), graph.replay())
+        )
+    g.generate([[9] * 5], SamplingParams(max_new_tokens=1))
+    assert lived == [True] and before() is None
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -44,6 +44,18 @@ def fields(rows: DecodeRows) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in rows.tensors().items()}
 
 
+@pytest.mark.parametrize("places", [[0, 1], [2, 3], [3, 1], [0, 4]], ids=str)
+def test_rows_side_by_side_are_written_as_others(places: list[int]) -> None:
+    """In one go; with what a penalty has seen, and with words of odd number."""
+    states = [state(7, seen=(1, 69), repetition_penalty=2.0), state(8, 7, temperature=0.5)]
+    rows, apart = make_rows(), make_rows()
+    rows.write(dict(zip(places, states, strict=True)))
+    for place, one in zip(places, states, strict=True):
+        apart.write({place: one})
+    assert all(torch.equal(tensor, apart.tensors()[name]) for name, tensor in rows.tensors().items())
+    assert rows.input_ids[places].tolist() == [7, 8]
+
+
 def test_write_fills_every_field_of_its_row_only() -> None:
     rows = make_rows()
     before = fields(rows)

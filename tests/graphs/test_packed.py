@@ -1,5 +1,6 @@
 """Packed steps in graphs on a CPU: buffers and padding, capture semantics, refusals, reports."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
-from torchpaged.graphs import PackedBuffers, PackedGraphRunner, TapeCapture, bucket_table
+from torchpaged.graphs import PackedBuffers, PackedGraphRunner, TapeCapture, bucket_table, staged
 from torchpaged.graphs.buckets import default_prefill_buckets
 from torchpaged.graphs.capture import EagerCapture
+from torchpaged.graphs.packed_buffers import PackedBatch
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB, COLUMNS = 4, 8, 4, 60, 50, 10
 #: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket
@@ -328,3 +330,46 @@ def test_trees_that_do_not_fit_are_refused(options: Any, change: Any, words: str
     with pytest.raises(ArgumentError, match=words):
         r.run(**{**batch_of(BATCHES["several"]), **change})
     assert torch.equal(before, r.buffers.tensors()["packed"])
+
+
+class NotYet:
+    """An event whose copies are done when they are told to be."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def record(self) -> None:
+        self.done = False
+
+
+def test_staged_numbers_are_not_written_over_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "record", lambda event, device: event.record())
+    staging, target = staged.Staging(64, torch.device("cpu")), torch.zeros(32, dtype=torch.uint8)
+    memories = []
+    for number in range(3):  # none is copied yet
+        memories.append(memory := staging.take())
+        memory.event = NotYet()  # type: ignore[assignment]
+        memory.words["i"][:8] = array("i", [number] * 8)
+        staging.send(memory, target)
+        assert target.view(torch.int32).tolist() == [number] * 8
+    assert len(set(map(id, memories))) == 3
+    memories[0].event.done = True
+    assert staging.take() is memories[0], "and then they are"
+    assert staging.take() not in memories
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_lists_of_the_callers_own_books_are_checked_in_debug_mode(
+    monkeypatch: pytest.MonkeyPatch, debug: bool
+) -> None:
+    given = batch_of(BATCHES["several"])
+    r = runner(Toy(), debug=debug)
+    want, looked = r.run(**given).clone(), list[Any]()
+    monkeypatch.setattr(r.buffers, "check", lambda *batch: looked.append(batch))
+    assert torch.equal(r.run_known(PackedBatch(**given)), want)
+    assert len(looked) == debug
+    r.run(**given)
+    assert len(looked) == debug + 1

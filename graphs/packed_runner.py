@@ -139,20 +139,20 @@ class PackedGraphRunner(BucketedGraphs):
         batch = PackedBatch(
             input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents, filled
         )
-        return self.run_known(batch, fill, checks=True)
+        with torch.inference_mode():
+            return self.run_known(batch, fill, checks=True)
 
     def run_known(self, batch: PackedBatch, fill: Fill | None = None, checks: bool = False) -> Tensor:
-        """`run` of lists that the caller's own books have made: they are checked with ``checks`` or in debug
-        mode alone."""
+        """`run` of lists that the caller's own books have made, in inference mode: they are checked with
+        ``checks`` or in debug mode alone."""
         num_tokens = len(batch.input_ids) + batch.filled
         bucket = bucket_for(self.buckets, num_tokens)
         if checks or self.debug:
             self.buffers.check(batch, bucket)
         if bucket not in self._graphs:
             self._capture_one(bucket)
-        with torch.inference_mode():
-            self.buffers.put(batch, bucket)
-            if fill is not None:
-                fill(*self.view(bucket)[:2])
-            host = self.host_lengths(batch.query_lens, batch.seq_lens, self.buffers.num_reqs(bucket))
-            return self.start(num_tokens, host=host).output[: len(batch.logits_indices)]
+        self.buffers.put(batch, bucket)
+        if fill is not None:
+            fill(*self.view(bucket)[:2])
+        host = self.host_lengths(batch.query_lens, batch.seq_lens, self.buffers.num_reqs(bucket))
+        return self.start(num_tokens, host=host).output[: len(batch.logits_indices)]

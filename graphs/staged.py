@@ -10,20 +10,12 @@ A copy from fresh pinned memory would cost the host an allocation, a copy and th
 
 import ctypes
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.metadata.fields import CODES
-
-
-def record(event: torch.Event, device: torch.device) -> None:
-    """Record an event behind what was launched on ``device``. Without a stream it would stand in that of the
-    current device, which in a thread that chose none is the first one."""
-    if torch.cuda.current_device() == device.index:
-        event.record()
-    else:
-        event.record(torch.cuda.current_stream(device))
+from torchpaged.metadata.host import record_behind
 
 
 class StagedMemory:
@@ -40,8 +32,16 @@ class StagedMemory:
         with torch.inference_mode(False):
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu, device="cpu")
         held = memoryview((ctypes.c_char * num_bytes).from_address(self.tensor.data_ptr())).cast("B")
-        self.words = {code: held.cast(code) for code in CODES.values()}
+        self.words: dict[str, Any] = {code: held.cast(code) for code in ("i", "q")}
         self.event = torch.Event(device) if on_gpu else None
+        self._parts: dict[int, Tensor] = {}  # made once, since sending is host time
+
+    def first(self, num_bytes: int) -> Tensor:
+        """So many bytes of ``tensor``."""
+        part = self._parts.get(num_bytes)
+        if part is None:
+            part = self._parts[num_bytes] = self.tensor[:num_bytes]
+        return part
 
 
 class Staging:
@@ -66,7 +66,7 @@ class Staging:
     def send(self, memory: StagedMemory, target: Tensor) -> None:
         """Copy its first bytes into ``target``, uint8 on the device. Memory of a copy that is interrupted is
         not used again; torch's allocator keeps it until the copy is done."""
-        target.copy_(memory.tensor[: len(target)], non_blocking=True)
+        target.copy_(memory.first(target.numel()), non_blocking=True)
         if memory.event is not None:
-            record(memory.event, self._device)
+            record_behind(memory.event, self._device)
         self._sent.append(memory)

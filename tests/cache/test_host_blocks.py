@@ -153,6 +153,20 @@ class _Driver:
         yield
         self.device, self.stream = before
 
+    def named(self, device: torch.device, name: str) -> str:
+        """A stream of this name, which is current within its block."""
+        driver = self
+
+        class Stream(str):
+            def __enter__(self) -> None:
+                self.on = driver.on(device, str(self))
+                self.on.__enter__()
+
+            def __exit__(self, *error: object) -> None:
+                self.on.__exit__(None, None, None)
+
+        return Stream(name)
+
     def event(self, device: torch.device) -> SimpleNamespace:
         recorded: list[str] = []
 
@@ -172,6 +186,9 @@ def test_copies_are_in_the_order_of_their_own_device_whichever_is_current(
     monkeypatch.setattr(host_copies, "BlockPacking", lambda *_: nothing)
     monkeypatch.setattr(host_copies, "to_device", lambda numbers, *_: numbers)
     monkeypatch.setattr(
+        host_copies, "record_behind", lambda event, device: event.record(driver.current(device))
+    )
+    monkeypatch.setattr(
         host_copies,
         "torch",
         SimpleNamespace(
@@ -180,10 +197,9 @@ def test_copies_are_in_the_order_of_their_own_device_whichever_is_current(
             uint8=None,
             int64=None,
             cuda=SimpleNamespace(
-                Stream=lambda _: next(names),
+                Stream=lambda _: driver.named(device, next(names)),
                 current_stream=driver.current,
                 device=driver.on,
-                stream=lambda stream: driver.on(device, stream),
             ),
         ),
     )

@@ -12,6 +12,7 @@ from torchpaged import ArgumentError, CaptureError
 from torchpaged.backends import GraphSupport
 from torchpaged.engine import Generator, SamplingParams, step_graphs
 from torchpaged.engine.decisions import decide_prefill_buckets
+from torchpaged.engine.one_request import OneRequestGraphs
 from torchpaged.graphs import TapeCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -108,8 +109,39 @@ def test_a_request_alone_has_graphs_of_its_own(model: Any, monkeypatch: pytest.M
     assert found == want
     alone, other = g.prefill_runners
     assert [runner.histogram() for runner in (alone, other)] == [{5: 1}, {9: 1, 11: 1}]
+    assert isinstance(alone, OneRequestGraphs)
     assert alone.buckets == [8] and alone.view(8)[1].num_reqs == 1
     assert len(generator(model, max_batch_size=1).prefill_runners) == 1
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_graph_draws_the_first_token_of_a_request_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch, processes: bool
+) -> None:
+    """Drawn, penalised, and ended by it; sampling is launched only beside others, behind a chunk of several
+    requests, and where a logits processor is called."""
+    options: dict[str, Any] = {"capture": TapeCapture(), "backend": "reference", "capture_ahead": True}
+    options |= {"logits_processor": lambda logits, rows: logits} if processes else {}
+    prompts = [[8] * 5, [9, 3], [10] * 7, [11] * 3, [12] * 30]
+    params = [
+        SamplingParams(3, temperature=0.9, seed=5, repetition_penalty=1.4),
+        SamplingParams(1),
+        *[SamplingParams(9, temperature=0.7, seed=n, ignore_eos=True) for n in (7, 8)],
+        SamplingParams(4, temperature=1.2, seed=3, top_p=0.8),
+    ]
+    plain = generator(model, graphs=False, prefill_buckets=None)
+    want = [plain.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
+    g = generator(model, prefill_buckets=[8, 16], **options)
+    assert g.loop is not None
+    finish, launched = g.loop.rows.finish_rows, list[int]()
+    monkeypatch.setattr(
+        g.loop.rows, "finish_rows", lambda logits, rows: (launched.append(len(rows)), finish(logits, rows))[1]
+    )
+    found = [g.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
+    assert found == want
+    assert launched == ([1] * 5 if processes else [])
+    found = [output.token_ids for output in g.generate(prompts[2:4], params[2:4])]
+    assert found == want[2:4] and launched[-1] == 2
 
 
 def test_requests_of_the_step_before_are_freed_behind_the_replay(
@@ -149,7 +181,7 @@ def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) ->
     generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=ahead).generate(
         [[8, 9]]
     )
-    assert len(capture.used) == (7 if ahead else 2)
+    assert len(capture.used) == (10 if ahead else 3)
     assert len({id(pool) for pool in capture.used}) == (1 if ahead else 2)
 
 

@@ -25,6 +25,7 @@ from torchpaged.engine.launches import Launch, Launches
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs.buckets import bucket_for
+from torchpaged.graphs.capture import Captured
 from torchpaged.profiling import range as profile_range
 
 #: Launches whose tokens may be on their way at once.
@@ -122,16 +123,20 @@ class DecodeLoop(NotCopied):
         self._flush()
         return list(self._busy())
 
-    def finish_packed(self, sequences: Seq[Sequence], logits: Tensor) -> None:
+    def finish_packed(self, sequences: Seq[Sequence], logits: Tensor, end: Captured | None = None) -> None:
         """Sample a token each from ``logits [len(sequences), vocab_size]`` of a packed batch: the next ones
         of `decoding`, and behind them the first ones of requests whose prompt is computed, which get
-        rows."""
+        rows. ``end``: a graph that does it for row 0 alone; None: there is none."""
         decodes = sum(sequence.row is not None for sequence in sequences)
         for sequence in sequences[decodes:]:
             self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        drawn = self.rows.finish_rows(logits, rows)
+        if end is not None and rows == [0]:
+            end.replay()
+            drawn = end.output
+        else:
+            drawn = self.rows.finish_rows(logits, rows)
         tokens, records = CopiedTokens(drawn), None
         if any(sequence.sampling.logprobs is not None for sequence in sequences):
             records = CopiedTokens(self.rows.stage.logprobs(logits, drawn))

@@ -75,5 +75,7 @@ class CacheOwner:
                 "another Generator runs requests over the same PagedModel, or was made while this one's ran: "
                 "their blocks are the same; expected one Generator at a time, or a PagedModel for each"
             )
+        if owner is self:
+            return False
         _OWNERS[self._cache] = weakref.ref(self)
-        return owner is not self
+        return True

@@ -21,9 +21,11 @@ from torch import Tensor
 from torchpaged.engine.device import DecodeRows, LogitsStage, TokenLogprobs
 from torchpaged.engine.device.logits_stage import as_sampled
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.one_request import OneRequestGraphs
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.step_graphs import PrefillGraphs
+from torchpaged.graphs.capture import Captured
 from torchpaged.graphs.packed_buffers import PackedBatch
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.host import to_device
@@ -40,6 +42,9 @@ class PackedSteps:
         prefixes: what finds the groups of `decode`; None: requests are read one by one.
         rows: where decodes of `prefill` have their newest tokens; None: the host knows them.
         stage: what `sample` does to logits in front of sampling; None: nothing.
+
+    Attributes:
+        end: the graph that draws a token for row 0 from what `prefill` gave last; None: there is none.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class PackedSteps:
         self._model, self._device, self._graphs = model, torch.device(model.device), graphs
         self._prefixes, self._rows = prefixes, rows
         self._stage = LogitsStage() if stage is None else stage
+        self.end: Captured | None = None
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each: logits ``[len(sequences), vocab_size]``."""
@@ -77,8 +83,10 @@ class PackedSteps:
         said |= {"decodes": len(decodes)} if decodes else {}
         fill = None if self._rows is None or not decodes else partial(self._fill, decodes, self._rows)
         found = None if self._graphs is None else self._graphs.runner_for(said["batch"], num_tokens)
+        self.end = None
         if found is not None:
             runner, bucket = found
+            self.end = runner.end_of(bucket) if isinstance(runner, OneRequestGraphs) else None
             filled = len(decodes) if fill is not None else 0
             lists = self._lists(chunks, [] if filled else decodes, filled)
             with profile_range("prefill", **said, padded=bucket):

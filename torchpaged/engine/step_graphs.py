@@ -11,8 +11,9 @@ import torch
 from torchpaged.custom_ops.errors import CaptureError
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import LogitsStage
+from torchpaged.engine.device import DecodeRows, LogitsStage
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.one_request import OneRequestGraphs
 from torchpaged.engine.options import GeneratorOptions
 from torchpaged.graphs import PackedGraphRunner
 from torchpaged.graphs.buckets import bucket_for
@@ -29,8 +30,8 @@ MOST_ALONE = 256
 class PrefillGraphs:
     """Prefill steps of ``model`` in graphs, as long as they can be had.
 
-        graphs = PrefillGraphs(model, [64, 512], max_batch_size=8, max_blocks_per_req=128, required=False,
-                               reason="automatic")
+        graphs = PrefillGraphs(model, rows, [64, 512], max_batch_size=8, max_blocks_per_req=128,
+                               required=False, reason="automatic")
         graphs.capture()                                        # or each bucket at its first step
         if found := graphs.runner_for(num_reqs=2, num_tokens=37): logits = found[0].run_known(...)
 
@@ -39,6 +40,7 @@ class PrefillGraphs:
 
     Args:
         model: the paged model.
+        rows: of the decode loop, as of `OneRequestGraphs`.
         buckets: numbers of tokens to capture.
         max_batch_size: requests that run at once.
         max_blocks_per_req: columns of the block table.
@@ -55,6 +57,7 @@ class PrefillGraphs:
     def __init__(
         self,
         model: PagedModelProtocol,
+        rows: DecodeRows,
         buckets: Seq[int],
         *,
         max_batch_size: int,
@@ -64,21 +67,18 @@ class PrefillGraphs:
         **options: Any,
     ) -> None:
         cache, few = model.kv_cache, [bucket for bucket in buckets if bucket <= MOST_ALONE]
-        forms = [(few, 1)] if few and max_batch_size > 1 else []
-        self.runners = [
-            PackedGraphRunner(
-                model,
-                buckets=sizes,
-                max_num_reqs=num_reqs,
-                max_blocks_per_req=max_blocks_per_req,
-                block_size=cache.block_size,
-                num_blocks=cache.num_blocks,
-                device=torch.device(model.device),
-                ranges=profile_range,
-                session=model.session,
-                **options,
-            )
-            for sizes, num_reqs in (*forms, (buckets, max_batch_size))
+        options |= {
+            "max_blocks_per_req": max_blocks_per_req,
+            "block_size": cache.block_size,
+            "num_blocks": cache.num_blocks,
+            "device": torch.device(model.device),
+            "ranges": profile_range,
+            "session": model.session,
+        }
+        alone = few and max_batch_size > 1
+        self.runners: list[PackedGraphRunner] = [
+            *([OneRequestGraphs(model, rows, buckets=few, **options)] if alone else []),
+            PackedGraphRunner(model, buckets=buckets, max_num_reqs=max_batch_size, **options),
         ]
         self.reason, self._required = reason, required
 
@@ -167,6 +167,7 @@ def make_step_graphs(
         return loop, None
     return loop, PrefillGraphs(
         model,
+        loop.rows,
         decided.prefill_buckets,
         required=options.prefill_buckets != "auto",
         reason=decided.prefill_reason,

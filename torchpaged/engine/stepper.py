@@ -348,7 +348,7 @@ class Stepper:
             self._scheduler.blocks.computed(sequence)
         self._lost = Lost.ROWS
         if decoding or done:
-            loop.finish_packed([*decoding, *done], logits)
+            loop.finish_packed([*decoding, *done], logits, self._packed.end)
         return bool(decoding or done)
 
     def _start(self, loop: DecodeLoop) -> bool:

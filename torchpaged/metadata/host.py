@@ -74,6 +74,15 @@ def to_device(
     return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
 
 
+def record_behind(event: torch.Event, device: torch.device) -> None:
+    """Record an event behind what was launched on ``device``. Without a stream it would stand in that of the
+    current device, which in a thread that chose none is the first one."""
+    if torch.cuda.current_device() == device.index:
+        event.record()
+    else:
+        event.record(torch.cuda.current_stream(device))
+
+
 def host_numbers(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],

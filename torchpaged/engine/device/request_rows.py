@@ -198,8 +198,8 @@ class DecodeRows:
             records[:, step, n].index_copy_(0, slot, told[None])
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """As `finish_step` for chosen rows, whose logits come from a packed batch. Not for captures: it reads
-        a host list.
+        """As `finish_step` for chosen rows, whose logits come from a packed batch. For captures only of rows
+        0, 1, 2 ...: other ones are copied from a host list.
 
         Args:
             logits: ``[len(rows), vocab_size]``.

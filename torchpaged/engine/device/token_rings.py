@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
-from torchpaged.graphs.staged import record
+from torchpaged.metadata.host import record_behind
 
 
 class RingFullError(TorchpagedError, RuntimeError):
@@ -192,7 +192,7 @@ class LaunchRing:
                 "take() once behind each launch whose tokens you want",
             )
         if self._events is not None:
-            record(self._events[launch % self._depth], self.launches.device)
+            record_behind(self._events[launch % self._depth], self.launches.device)
         self._unread.append(launch)
         return launch
 
@@ -248,7 +248,7 @@ class CopiedTokens:
         # object of it, 4.5 us
         self._event = torch.Event(tokens.device) if on_gpu else None
         if self._event is not None:
-            record(self._event, tokens.device)
+            record_behind(self._event, tokens.device)
 
     def wait(self) -> Tensor:
         """The tokens in host memory; waits until they are there."""

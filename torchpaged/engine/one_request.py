@@ -1,0 +1,62 @@
+"""OneRequestGraphs: steps of one request in graphs, and behind each another that draws its first token.
+
+    runner = OneRequestGraphs(model, rows, buckets=[16, 32], max_blocks_per_req=128, block_size=16)
+    logits = runner.run_known(batch)
+    end = runner.end_of(16)                 # rows.write({0: ...}) first
+    end.replay(); token = end.output        # [1] int64
+
+Launched from Python, sampling takes the host as long as the device takes for half of the step.
+"""
+
+from typing import Any
+
+import torch
+
+from torchpaged.engine.device import DecodeRows
+from torchpaged.graphs import PackedGraphRunner
+from torchpaged.graphs.capture import Captured
+from torchpaged.graphs.capture_bucket import capture_bucket
+from torchpaged.graphs.packed_runner import PackedStep
+from torchpaged.graphs.report import BucketReport
+
+
+class OneRequestGraphs(PackedGraphRunner):
+    """`PackedGraphRunner` of one request.
+
+    Args:
+        step: as of `PackedGraphRunner`.
+        rows: of whose first one the other graphs draw: what `DecodeRows.finish_rows` does. Without them where
+            a logits processor is called, which steps with prompts call each time.
+        options: as of `PackedGraphRunner`.
+    """
+
+    def __init__(self, step: PackedStep, rows: DecodeRows, **options: Any) -> None:
+        super().__init__(step, max_num_reqs=1, **options)
+        self._rows, self._ends = rows, dict[int, Captured]()
+
+    def end_of(self, bucket: int) -> Captured | None:
+        """The graph that draws a token for the first row from the logits of a captured bucket's last replay;
+        None: there is none."""
+        return self._ends.get(bucket)
+
+    def _capture_one(self, bucket: int) -> None:
+        super()._capture_one(bucket)
+        if self._rows.stage.processes:
+            return
+        graph = self._graphs[bucket]
+        try:
+            with torch.inference_mode(), self._rows.padding(1):
+                self._ends[bucket] = capture_bucket(
+                    lambda: self._rows.finish_rows(graph.output, [0]),
+                    self.capture_backend,
+                    self.pool,
+                    BucketReport(bucket),
+                    self.device,
+                    warmup_iters=1,
+                    step="end of a prefill step",
+                    eager=lambda: self._rows.finish_rows(graph.output, [0]),
+                    is_warm=bool(self._ends),
+                )
+        except BaseException:
+            del self._graphs[bucket]
+            raise

@@ -162,7 +162,9 @@ class Sequence:
     error: RequestError | None = None
 
     def __post_init__(self) -> None:
-        self.prompt, self.log = array("q", self.prompt), EventLog(self.request_id)
+        if type(self.prompt) is not array or self.prompt.typecode != "q":
+            self.prompt = array("q", self.prompt)
+        self.log = EventLog(self.request_id)
         self.tokens = self.prompt[:]
 
     @property

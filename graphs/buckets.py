@@ -47,12 +47,12 @@ MAX_PREFILL_BUCKET = 2048
 
 def default_prefill_buckets(max_num_tokens: int) -> list[int]:
     """Numbers of tokens of prefill graphs, the largest ``max_num_tokens``, at most `MAX_PREFILL_BUCKET`:
-    doubling where the weights' bytes set a step's time, then a tile of its products apart: where many rows
-    decode beside few prompts, each padded token costs as much as a prompt's."""
+    doubling where the weights' bytes set a step's time, then close enough that padding costs less than
+    launches would."""
     if max_num_tokens < 1:
         raise ArgumentError("max_num_tokens", "at least 1 token", str(max_num_tokens))
     largest = min(max_num_tokens, MAX_PREFILL_BUCKET)
-    sizes = (16, 32, *range(64, 512, 64), *range(512, MAX_PREFILL_BUCKET, 128))
+    sizes = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
     return sorted({size for size in sizes if size < largest} | {largest})
 
 

@@ -137,9 +137,10 @@ def test_all_tokens_again_in_every_step(name: str, fused: bool) -> None:
     assert torch.equal(model.generate(**call, past_key_values=cache), want)
 
 
-@pytest.mark.parametrize("name", ["olmo3", "longcat_flash"])
+@pytest.mark.parametrize("name", ["olmo3", "longcat_flash", "llama"])
 def test_models_that_keep_use_cache_from_their_attention(name: str) -> None:
-    """It always gets its layer's default, False: the next turn, of padded rows too, is not a prompt anew."""
+    """It always gets its layer's default, False: the next turn, of padded rows too, is not a prompt anew, nor
+    is a chunk of one whose first row is padding so far. (Llama's attention is told.)"""
     model, inputs = model_of(name), padded_prompts()
     first, cache = model.generate(**inputs, **GREEDY), PagedCache(model.config, 2, 64)
     turn = torch.cat([first, torch.randint(3, 90, (2, 5))], 1)
@@ -150,6 +151,10 @@ def test_models_that_keep_use_cache_from_their_attention(name: str) -> None:
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), first)
         got = model.generate(turn, attention_mask=mask, past_key_values=cache, **GREEDY)
         assert torch.equal(got, second)
+        cache.reset()
+        assert torch.equal(
+            model.generate(**inputs, past_key_values=cache, prefill_chunk_size=3, **GREEDY), first
+        )
         for rows in (slice(0, 2), slice(1, 2)):  # padded ones, and none
             call = {name: given[rows] for name, given in inputs.items()}
             cache.reset()

@@ -42,12 +42,10 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = None if positions is None else int(positions.flatten()[0])
+    padded = rows.is_padded or any(rows.padding or ())  # of such rows masks tell
     # Attention of models that don't hand it on (OLMo 3, Qwen3-VL) always has False, the layers' default: the
-    # first row's position tells, of padding 0 or 1, or that there are more tokens than before.
-    if start is None:
-        anew = rows.hands_use_cache_on or query_len > first
-    else:
-        anew = start <= 1 and start != first - (rows.padding or [0])[0]
+    # position tells, or that there are more tokens than before.
+    anew = start == 0 and not padded if start is not None else rows.hands_use_cache_on or query_len > first
     if options.get("use_cache") is False and not decodes and anew:
         expected = f"True behind the {first} tokens in the cache"
         raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
@@ -59,10 +57,10 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
             "call cache.reset() before it",
         )
     # A prompt of n tokens, no more than are cached, loses its first ones: its mask, and so its positions, end
-    # at n, or without a mask of the caller's at n more than are cached. Masks tell of padded rows.
+    # at n, or without a mask of the caller's at n more than are cached.
     ahead = first - query_len
     again = start == 0 if ahead <= 0 else start is not None and 2 * start in (ahead, ahead + 2 * first)
-    if again and not (rows.is_padded or any(rows.padding or ())):
+    if again and not padded:
         expected = f"tokens behind the {first} in the cache"
         raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
     if not rows.is_padded and _can_be_read(positions):  # a part of a prompt may have a picture

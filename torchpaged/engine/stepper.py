@@ -4,24 +4,20 @@
     while stepper.requests:
         stepper.step()              # events are in the sequences' logs and inboxes
 
-With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, or, where prompts
-wait, one pass over a token of each of these and a chunk of the prompts; then it reads the tokens of the step
-before. Without, it decodes and prefills in one pass, samples and reads. Tokens are the same.
-
-A step that breaks off has lost its rows: `reset` takes every request back to the events in its log, and the
-next step computes the rest again. After an error the next steps find the requests that are faulty
-(`FaultBisection`): these end with it, and the others go on. `Calls` lets Ctrl-C wait until the step is over.
+What a step does is `BatchSteps`'s. One that breaks off has lost its rows: `reset` takes every request back to
+the events in its log, and the next step computes the rest again. After an error the next steps find the
+requests that are faulty (`FaultBisection`): these end with it, and the others go on. `Calls` lets Ctrl-C wait
+until the step is over.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from enum import Enum
-from functools import partial
 
 import torch
 
 from torchpaged.engine.acceptor import Acceptor
+from torchpaged.engine.batch_steps import BatchSteps, Lost
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.fault_bisection import FaultBisection
@@ -30,21 +26,12 @@ from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.request_blocks import leave_arrival
-from torchpaged.engine.scheduler import Schedule, Scheduler
+from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
-from torchpaged.engine.step_times import StepTimes
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
-
-
-class Lost(Enum):
-    """What a step loses if it breaks off where it is."""
-
-    NOTHING = "no step runs"
-    ROWS = "the rows on the device and the tokens in flight: it is in a launch or forward"
-    BLOCKS = "these, and keys and values: the books of requests and their blocks may be half written"
 
 
 class Stepper:
@@ -77,15 +64,8 @@ class Stepper:
         mixes: bool = False,
         stage: LogitsStage | None = None,
     ) -> None:
-        self._model, self._scheduler, self._loop, self._mixes = model, scheduler, loop, mixes
-        self._watch = watch
-        rows = None if loop is None else loop.rows
-        self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
-        self._lost = Lost.NOTHING
-        self._launches_return_at_once = torch.device(model.device).type == "cuda"
+        self._model, self._scheduler, self._loop, self._watch = model, scheduler, loop, watch
         self.requests: dict[int, Sequence] = {}
-        self._plan: Schedule | None = None  # of the last step; None: it did not come so far
-        self._plan_before: Schedule | None = None  # and of the one before, until the device has work
         self._bisection: FaultBisection | None = None  # after a step that raised
         self._limited_for: list[Sequence] = []  # while one of them lives, steps take fewer requests
         self._owner = CacheOwner(model.kv_cache, self.requests)
@@ -94,9 +74,12 @@ class Stepper:
             self.stats.prefix_cache = scheduler.prefixes.stats
             if scheduler.prefixes.host is not None:
                 scheduler.prefixes.host.recompute_seconds = self.stats.prefill_seconds_per_token
-        waits_later = self._launches_return_at_once and loop is not None
-        self._times = StepTimes(self.stats, scheduler.budget, waits_later)
+        rows = None if loop is None else loop.rows
+        self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
         self._acceptor = Acceptor(self.requests, scheduler, loop, model, self.stats)
+        parts = self._packed, self._acceptor, watch, self.stats
+        on_gpu = torch.device(model.device).type == "cuda"
+        self._steps = BatchSteps(scheduler, loop, *parts, on_gpu, mixes)
         self.late = LateCompiles(self.stats, warns=False)
 
     def add(self, sequence: Sequence) -> None:
@@ -110,7 +93,7 @@ class Stepper:
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         sequence.submitted = time.perf_counter()
         if not self.requests:
-            self._times.begin(sequence.submitted)  # none waited for tokens before
+            self._steps.times.begin(sequence.submitted)  # none waited for tokens before
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None
@@ -154,10 +137,10 @@ class Stepper:
         named, error = profile_range("step", self.stats.steps), None
         try:
             with self.late.counted(), self._at_work(), named, torch.inference_mode():
-                self._step()
+                self._steps.step()
         except Exception as raised:
-            if self._lost is not Lost.NOTHING or self._watch.is_due:  # it could not be taken back; the model
-                raise
+            if self._steps.lost is not Lost.NOTHING or self._watch.is_due:
+                raise  # it could not be taken back, or it is about the model
             error = raised
         if error is not None or self._bisection is not None:
             self._bisect(error)
@@ -195,7 +178,7 @@ class Stepper:
 
     def _in_step(self) -> list[Sequence]:
         """The requests that the last step was to move; those that could have run, where it chose none."""
-        plan, found = self._plan, list[Sequence]()
+        plan, found = self._steps.plan, list[Sequence]()
         if plan is not None:
             found = [*plan.decodes, *(sequence for sequence, _ in plan.chunks)]
         found = [sequence for sequence in found if sequence.finish_reason is None]
@@ -239,18 +222,18 @@ class Stepper:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         self.reset()  # what was broken off while it was reset
-        self._lost = Lost.BLOCKS
+        self._steps.lost = Lost.BLOCKS
         try:
             yield
         except BaseException:
             self.reset()
             raise
-        self._lost = Lost.NOTHING
+        self._steps.lost = Lost.NOTHING
 
     def reset(self) -> None:
         """Take every request back to its log after a step that broke off; nothing if none did. May itself
         break off, and be called again."""
-        if self._lost is Lost.NOTHING:
+        if self._steps.lost is Lost.NOTHING:
             return
         with torch.inference_mode():
             self._model.session.reset()
@@ -265,129 +248,14 @@ class Stepper:
                 leave_arrival(sequence)  # or else its blocks, which others get, would be written yet
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
-                self._lost = Lost.BLOCKS  # the scheduler may have it still
+                self._steps.lost = Lost.BLOCKS  # the scheduler may have it still
         # What the device says late of a step may concern what that step wrote.
         self._scheduler.blocks.forget_prefixes("a step broke off")
         # Steps whose tokens are lost have written over what the last known one saw in rings, and have moved
         # states on.
-        if self._lost is Lost.BLOCKS or self._scheduler.blocks.has_rings:
+        if self._steps.lost is Lost.BLOCKS or self._scheduler.blocks.has_rings:
             self._scheduler.reset(self.requests.values())
             if self._bisection is not None:
                 group = self._bisection.group or ()
                 self._scheduler.reset([one for one in group if one.request_id in self.requests])
-        self._lost = Lost.NOTHING
-
-    # ------------------------------------------------------------------------------------------------ a step
-    def _step(self) -> None:
-        started, loop = time.perf_counter(), self._loop
-        tokens_before, steps_before = self.stats.new_tokens, 0 if loop is None else loop.launches.steps_read
-        self._acceptor.first_tokens = 0
-        if loop is not None and loop.launches and self._scheduler.short_of_blocks():
-            self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
-        with profile_range("admission", waiting=len(self._scheduler.waiting)):
-            # Freed later: requests that ended with it have a list of their prompt's ids.
-            self._plan_before, self._plan = self._plan, None
-            self._plan = plan = self._scheduler.schedule()
-        if loop is not None:
-            for sequence in plan.put_back:
-                loop.release(sequence)
-        decode_seconds, read_before = None, 0 if loop is None else loop.launches.decoded
-        if plan.decodes or plan.chunks:
-            advance = self._advance if loop is None else partial(self._launch, loop)
-            decode_seconds = advance(plan)
-        elif loop is not None:
-            self._collect(loop, keep=0)
-        self._plan_before = None
-        decoded = len(plan.decodes) if loop is None else loop.launches.decoded - read_before
-        prefilled = sum(count for _, count in plan.chunks)
-        now = time.perf_counter()
-        seconds = now - started
-        steps_read = 1 if loop is None else loop.launches.steps_read - steps_before
-        tokens = self.stats.new_tokens - tokens_before
-        self._times.note_tokens(now, tokens, self._acceptor.first_tokens, steps_read)
-        self._times.note_wait(seconds, prefilled if plan.decodes else 0)
-        if decoded or prefilled:
-            self.stats.add_step(seconds, decode_seconds, decoded, prefilled)
-            self.stats.preemptions, self.stats.swapped = self._scheduler.preemptions, self._scheduler.swapped
-            self.stats.peak_blocks_used = self._scheduler.pool.peak_used
-
-    def _launch(self, loop: DecodeLoop, plan: Schedule) -> float | None:
-        """Start a pass over the chunks or a launch, or both, and read what was started before; returns the
-        seconds of decodes, None where they are not known apart."""
-        # First: a prefill that raises must not make the next launch go without.
-        loop.blocks_added |= plan.blocks_added
-        for sequence in plan.decodes:
-            if sequence.row is None:
-                loop.place(sequence)
-        decoding, started = [], False
-        if plan.chunks:
-            self._lost = Lost.ROWS
-            decoding = loop.decoding() if self._mixes else []
-            started = self._prefill(loop, plan, decoding)
-            self._lost = Lost.BLOCKS
-        self._watch.in_step()
-        between = time.perf_counter()
-        self._lost = Lost.ROWS
-        # A request that has just begun to decode does so in the pass over the next chunks, if there are any.
-        if not decoding and not (started and self._mixes and self._scheduler.prefills_left):
-            started = self._start(loop)
-        self._plan_before = None
-        self._collect(loop, keep=1 if started else 0)
-        return None if decoding or self._launches_return_at_once else time.perf_counter() - between
-
-    def _prefill(self, loop: DecodeLoop, plan: Schedule, decoding: list[Sequence]) -> bool:
-        """One pass over the chunks and a token of each of ``decoding``; whether it gives tokens."""
-        done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
-        if not self._packed.replays(plan.chunks, decoding):
-            self._watch.in_step()
-        logits = self._packed.prefill(plan.chunks, decoding)
-        self.stats.add_pass(bool(decoding))
-        self._lost = Lost.BLOCKS
-        for sequence, count in plan.chunks:
-            sequence.num_computed += count
-            self._scheduler.blocks.computed(sequence)
-        self._lost = Lost.ROWS
-        if decoding or done:
-            loop.finish_packed([*decoding, *done], logits, self._packed.end)
-        return bool(decoding or done)
-
-    def _start(self, loop: DecodeLoop) -> bool:
-        started = loop.launch()
-        self.stats.passes += loop.steps_per_launch if started else 0
-        return started
-
-    def _collect(self, loop: DecodeLoop, keep: int) -> None:
-        self._lost = Lost.ROWS
-        results = loop.launches.collect(keep)
-        self._lost = Lost.BLOCKS
-        for sequence, tokens, logprobs in results:
-            for index, token in enumerate(tokens):
-                # What a row produced after a stop that only the host could see is dropped.
-                if sequence.finish_reason is None:
-                    sequence.num_computed = len(sequence.tokens)  # the step that drew it wrote the one before
-                    self._acceptor.accept(sequence, token, None if logprobs is None else logprobs[index])
-
-    def _advance(self, plan: Schedule) -> float | None:
-        """Decode, prefill, sample and read: a step without graphs; returns as `_launch` does."""
-        logits, drawn, started = [], [], time.perf_counter()
-        self._lost = Lost.ROWS
-        rows = [*plan.decodes, *(sequence for sequence, count in plan.chunks if count == sequence.remaining)]
-        mixed = plan.decodes if self._mixes and plan.chunks else []
-        if plan.decodes and not mixed:
-            logits.append(self._packed.decode(plan.decodes))
-            self.stats.add_pass()
-        decode_seconds = None if mixed or self._launches_return_at_once else time.perf_counter() - started
-        if plan.chunks:
-            logits.append(self._packed.prefill(plan.chunks, mixed))
-            self.stats.add_pass(bool(mixed))
-        if rows:
-            drawn = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
-        self._lost = Lost.BLOCKS
-        for sequence in plan.decodes:
-            sequence.num_computed += 1
-        for sequence, count in plan.chunks:
-            sequence.num_computed += count
-            self._scheduler.blocks.computed(sequence)
-        for sequence, (token, logprobs) in zip(rows, drawn, strict=True):
-            self._acceptor.accept(sequence, token, logprobs)
-        return decode_seconds
+        self._steps.lost = Lost.NOTHING

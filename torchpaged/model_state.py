@@ -35,8 +35,10 @@ _WATCHERS = (
 #: Of a config: what says nothing about a model's numbers that its tensors don't.
 _NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 _AT_ONCE = 1 << 24  # numbers
-#: Buffers that are not saved, of which `torchpaged.fuse` makes others: Falcon-H1's.
-_FOLDED = frozenset({"mup_vector"})
+#: Buffers that are not saved, and that no forward writes: Gemma's, and Falcon-H1's, of which fused
+#: layers have vectors.
+_FOLDED = "mup_vector"
+_FIXED = frozenset({"embed_scale", _FOLDED})
 _version = operator.attrgetter("_version")
 #: How often `torchpaged.fuse` moved weights of any model: by which a step that replays kernels at addresses
 #: knows when to look at them.
@@ -182,7 +184,7 @@ class ModelState:
         for path, module in self._weights.items():
             # Other buffers that are not saved are the model's own business.
             turns = _is_fixed_rotation(module)
-            passing = set() if turns else module._non_persistent_buffers_set - _FOLDED
+            passing = set() if turns else module._non_persistent_buffers_set - _FIXED
             for held in (module._parameters, module._buffers):
                 names = [name for name in held if name not in passing]
                 places = [(f"{path}.{name}" if path else name, held, name) for name in names]
@@ -190,7 +192,7 @@ class ModelState:
                 self._turning += [
                     (where, found)
                     for where, held, name in places
-                    if (turns or name in _FOLDED) and (found := held[name]) is not None
+                    if (turns or name == _FOLDED) and (found := held[name]) is not None
                 ]
         self._held, self._names = [held for _, held, _ in self._places], [name for *_, name in self._places]
         self._tensors: list[Tensor | None] = [held[name] for _, held, name in self._places]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
@@ -93,6 +94,18 @@ def test_blocks_of_other_weights_are_forgotten_by_the_step(model: Any, graphs: b
         got.setdefault(event.request_id, []).append(event.token_id)
     plain = made(model, graphs=False, prefix_cache=False)
     assert [got[i] for i in ids] == [out.token_ids for out in plain.generate(PROMPTS[: 1 + more], PARAMS)]
+    assert generator.stats.prefix_cache.hit_tokens == 0
+
+
+def test_blocks_of_another_scale_of_embeddings_are_forgotten() -> None:
+    """Gemma's, a buffer that is not saved."""
+    model = model_of("gemma2")
+    generator = made(model, graphs=False)
+    generator.generate(PROMPTS[:1], PARAMS)
+    with torch.no_grad():
+        model.get_input_embeddings().embed_scale.mul_(2)
+    got = generator.generate(PROMPTS[:1], PARAMS)[0].token_ids
+    assert got == made(model, graphs=False, prefix_cache=False).generate(PROMPTS[:1], PARAMS)[0].token_ids
     assert generator.stats.prefix_cache.hit_tokens == 0
 
 

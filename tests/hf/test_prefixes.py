@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from models import padded_prompts, tiny
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
-from torchpaged.hf import PagedCache
+from torchpaged.hf import PagedCache, attach
 from torchpaged.prefixes import CascadeCosts
 
 FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
@@ -55,6 +56,21 @@ def test_a_prompt_that_many_rows_continue(passes: list[int]) -> None:
     assert passes == [3] * 7 * 3, "every decode step, in every layer"
     ours.reset()
     assert not ours.prefixes.active
+
+
+def test_a_prompt_that_rows_of_gemma_4_continue(passes: list[int]) -> None:
+    """Its layers that share keys attend with one query per row of a forward of several, which is no decode
+    step to the others."""
+    model, prompt = model_of("gemma4_text"), torch.randint(3, 90, (1, 18))
+    ids = torch.cat([prompt.expand(3, -1), torch.randint(3, 90, (3, 4))], 1)
+    want = model.generate(ids, **GREEDY)
+    attach(model)
+    cache = PagedCache(model.config, 3, 32, block_size=4, cascade=FREE)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(model.generate(ids, **GREEDY, past_key_values=cache), want)
+    assert set(passes) == {3}
 
 
 @pytest.mark.slow

@@ -284,10 +284,12 @@ class PagedCache(PagedOwner):
         return self._step(layer, batch, query_len, writes=True)
 
     def see_queries(self, batch: int, query_len: int) -> None:
-        """See `PagedOwner`: their starts, and a plan of them."""
-        if not torch.compiler.is_compiling() and query_len == self.order.query_len:
+        """See `PagedOwner`: their starts, what they share, and a plan of them."""
+        if query_len == self.order.query_len:
             return
-        self.rows.fill_query_starts(query_len)
+        if self.prefixes.active:
+            self.prefixes.advance(query_len)
+        self.rows.fill_query_starts(query_len, short=True)
         if self.backend.plans:
             self.backend.plan(self.rows.step(batch, query_len), self.rows.host_lengths(batch, query_len))
 

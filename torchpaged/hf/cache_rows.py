@@ -265,9 +265,10 @@ class CacheRows:
         first = self.seq_lens[:batch, None].long() - query_len
         return first + torch.arange(query_len, device=self.seq_lens.device)[None]
 
-    def fill_query_starts(self, query_len: int) -> None:
-        """Write the query starts of a forward of more than a few tokens per row; short ones have theirs."""
-        if query_len > MAX_DECODE_QUERY_LEN:
+    def fill_query_starts(self, query_len: int, short: bool = False) -> None:
+        """Write the query starts of a forward of more than a few tokens per row; short ones have theirs.
+        ``short``: of such, too, as kernels behind others that attention must not overtake."""
+        if short or query_len > MAX_DECODE_QUERY_LEN:
             starts = self._short_starts[1, : self.max_rows + 1]
             fill_query_starts(self._query_starts, starts, query_len)
 

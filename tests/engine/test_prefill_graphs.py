@@ -150,7 +150,7 @@ def test_requests_of_the_step_before_are_freed_behind_the_replay(
     """The ids of a long prompt take a while, in which the device would have nothing to do."""
     g, lived = generator(model), list[bool]()
     g.generate([[8] * 5], SamplingParams(max_new_tokens=1))
-    plan = g._stepper._plan
+    plan = g._stepper._steps.plan
     assert plan is not None
     before = weakref.ref(plan.chunks[0][0])
     del plan

@@ -136,9 +136,10 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
     """For up to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one
     CTA on each with a large ring, else two.
 
-    A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no
-    room for another whole cluster, multiprocessors stay empty. Up to 32 tokens their parts are small, and
-    clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
+    CTAs of a cluster share k. As many as multiprocessors lose in clusters of four and more: where a part of
+    the chip has no room for another whole one, multiprocessors stay empty. For 33 to 64 tokens half as many
+    CTAs with large rings are best. Up to 32 their parts are small, and clusters of four, two CTAs per
+    multiprocessor, beat half as many CTAs.
     """
 
     def shape(row_tiles: int, stages: int, ctas_per_sm: int, cluster: int = 1) -> LinearShape:
@@ -152,7 +153,8 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
     if enough <= tiles <= sms:
         return shape(1, 13, 1)
     if tiles < enough:
-        return _clustered(shape(1, 8 if bucket == 32 else 6, 2), out_features, in_features, most)
+        deep = shape(1, 8, 2) if bucket == 32 else shape(1, 10, 1)
+        return _clustered(deep, out_features, in_features, enough)
     if bucket == 64 and most <= tall <= sms:
         return shape(2, 5, 1)
     return (

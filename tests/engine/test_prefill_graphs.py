@@ -118,8 +118,8 @@ def test_a_request_alone_has_graphs_of_its_own(model: Any, monkeypatch: pytest.M
 def test_a_graph_draws_the_first_token_of_a_request_alone(
     model: Any, monkeypatch: pytest.MonkeyPatch, processes: bool
 ) -> None:
-    """Drawn, penalised, and ended by it; sampling is launched only beside others, behind a chunk of several
-    requests, and where a logits processor is called."""
+    """Which begins its row, too. Sampling is launched only beside others, for a penalty, whose tokens are no
+    input of the graph, and where a logits processor is called."""
     options: dict[str, Any] = {"capture": TapeCapture(), "backend": "reference", "capture_ahead": True}
     options |= {"logits_processor": lambda logits, rows: logits} if processes else {}
     prompts = [[8] * 5, [9, 3], [10] * 7, [11] * 3, [12] * 30]
@@ -139,7 +139,7 @@ def test_a_graph_draws_the_first_token_of_a_request_alone(
     )
     found = [g.generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
     assert found == want
-    assert launched == ([1] * 5 if processes else [])
+    assert launched == ([1] * 5 if processes else [1])
     found = [output.token_ids for output in g.generate(prompts[2:4], params[2:4])]
     assert found == want[2:4] and launched[-1] == 2
 

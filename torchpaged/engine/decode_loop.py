@@ -126,14 +126,21 @@ class DecodeLoop(NotCopied):
     def finish_packed(self, sequences: Seq[Sequence], logits: Tensor, end: Captured | None = None) -> None:
         """Sample a token each from ``logits [len(sequences), vocab_size]`` of a packed batch: the next ones
         of `decoding`, and behind them the first ones of requests whose prompt is computed, which get
-        rows. ``end``: a graph that does it for row 0 alone; None: there is none."""
+        rows. ``end``: a graph that does all of it for a request in row 0 alone; None: there is none."""
         decodes = sum(sequence.row is not None for sequence in sequences)
         for sequence in sequences[decodes:]:
             self.place(sequence)
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        begins = end is not None and rows == [0] and list(self._to_write) == [0]
+        if begins and self._to_write[0].seen is None:
+            self.rows.send_first(self._to_write.pop(0))
+        else:
+            end = None
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        if end is not None and rows == [0]:
+        if end is not None:
             end.replay()
+            self.rows.look_up_slots()
             drawn = end.output
         else:
             drawn = self.rows.finish_rows(logits, rows)

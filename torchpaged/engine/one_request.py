@@ -2,17 +2,18 @@
 
     runner = OneRequestGraphs(model, rows, buckets=[16, 32], max_blocks_per_req=128, block_size=16)
     logits = runner.run_known(batch)
-    end = runner.end_of(16)                 # rows.write({0: ...}) first
+    rows.send_first(state)
+    end = runner.end_of(16)
     end.replay(); token = end.output        # [1] int64
 
-Launched from Python, sampling takes the host as long as the device takes for half of the step.
+Launched from Python, a row and its sampling take the host as long as the device takes for most of the step.
 """
 
 from typing import Any
 
 import torch
 
-from torchpaged.engine.device import DecodeRows
+from torchpaged.engine.device import DecodeRows, RowState
 from torchpaged.graphs import PackedGraphRunner
 from torchpaged.graphs.capture import Captured
 from torchpaged.graphs.capture_bucket import capture_bucket
@@ -25,8 +26,8 @@ class OneRequestGraphs(PackedGraphRunner):
 
     Args:
         step: as of `PackedGraphRunner`.
-        rows: of whose first one the other graphs draw: what `DecodeRows.finish_rows` does. Without them where
-            a logits processor is called, which steps with prompts call each time.
+        rows: whose first one the other graphs begin (`DecodeRows.begin_first`). Without them where a logits
+            processor is called, which steps with prompts call each time.
         options: as of `PackedGraphRunner`.
     """
 
@@ -35,8 +36,8 @@ class OneRequestGraphs(PackedGraphRunner):
         self._rows, self._ends = rows, dict[int, Captured]()
 
     def end_of(self, bucket: int) -> Captured | None:
-        """The graph that draws a token for the first row from the logits of a captured bucket's last replay;
-        None: there is none."""
+        """The graph that begins the first row with a token from the logits of a captured bucket's last
+        replay; None: there is none."""
         return self._ends.get(bucket)
 
     def _capture_one(self, bucket: int) -> None:
@@ -46,15 +47,16 @@ class OneRequestGraphs(PackedGraphRunner):
         graph = self._graphs[bucket]
         try:
             with torch.inference_mode(), self._rows.padding(1):
+                self._rows.send_first(RowState(0, 1, [1], seed=0, counter=0, remaining=1))
                 self._ends[bucket] = capture_bucket(
-                    lambda: self._rows.finish_rows(graph.output, [0]),
+                    lambda: self._rows.begin_first(graph.output),
                     self.capture_backend,
                     self.pool,
                     BucketReport(bucket),
                     self.device,
                     warmup_iters=1,
                     step="end of a prefill step",
-                    eager=lambda: self._rows.finish_rows(graph.output, [0]),
+                    eager=lambda: self._rows.begin_first(graph.output),
                     is_warm=bool(self._ends),
                 )
         except BaseException:

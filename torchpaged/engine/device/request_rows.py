@@ -33,6 +33,8 @@ from torchpaged.metadata.host import to_device
 class DecodeRows(StepRows):
     """Rows that the host writes between launches. Arguments, attributes and errors are `StepRows`'s."""
 
+    _line: Tensor | None = None  # of `send_first`, on the device
+
     def write(self, states: Mapping[int, RowState]) -> None:
         """Put requests into rows.
 
@@ -55,9 +57,13 @@ class DecodeRows(StepRows):
             self.stage.num_words,
             self.device.type == "cuda",
         )
-        data = staged.to(self.device, non_blocking=True)
-        longs, floats, rows = data.view(torch.int64), data.view(torch.float32), list(states)
-        are_neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+        self._put(staged.to(self.device, non_blocking=True), list(states), num_words)
+        self.look_up_slots()
+
+    def _put(self, data: Tensor, rows: Sequence[int], num_seen_words: int) -> None:
+        """Lines of `packed_rows`, on the device, into rows."""
+        longs, floats = data.view(torch.int64), data.view(torch.float32)
+        are_neighbours = list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
         def put(field: Tensor, dim: int, new: Tensor) -> None:
             if are_neighbours:
@@ -77,9 +83,29 @@ class DecodeRows(StepRows):
         put(self.block_table, 0, data[:, blocks:words])
         if self.stage.num_words:
             put(self.logits_words, 0, data[:, words:seen])
-        if with_seen:
-            put(self.seen, 0, data[:, seen : seen + num_words])
-        self._look_up_slots()
+        if num_seen_words:
+            put(self.seen, 0, data[:, seen : seen + num_seen_words])
+
+    def send_first(self, state: RowState) -> None:
+        """Send a request without ``seen`` on its way into row 0, where `begin_first` puts it.
+
+        Raises:
+            ArgumentError: as `write`; nothing is sent then.
+        """
+        state.check(self.block_size, self.max_blocks_per_req)
+        sizes = self.block_size, self.max_blocks_per_req, 0, self.stage.num_words
+        staged = packed_rows({0: state}, *sizes, self.device.type == "cuda")
+        if self._line is None:
+            with torch.inference_mode(False):
+                self._line = torch.zeros_like(staged, device=self.device)
+        self._line.copy_(staged, non_blocking=True)
+
+    def begin_first(self, logits: Tensor) -> Tensor:
+        """For captures, behind a `send_first`: put what that sent last into row 0, and draw its token from
+        ``logits [1, vocab_size]``; ``[1]`` int64. `look_up_slots` is the caller's."""
+        assert self._line is not None
+        self._put(self._line, [0], 0)
+        return self.finish_rows(logits, [0])
 
     def append_blocks(self, blocks: Sequence[tuple[int, int, int]]) -> None:
         """Write ``(row, column, block)`` into the block table, ahead of the step that needs it.
@@ -127,9 +153,10 @@ class DecodeRows(StepRows):
             for table in (self.block_table, self.stop_token_ids, self.seen, *words):
                 table.index_copy_(0, new, table.index_select(0, old))
             self._make_idle(old)
-            self._look_up_slots()
+            self.look_up_slots()
 
-    def _look_up_slots(self) -> None:
+    def look_up_slots(self) -> None:
+        """Of layers with a state, where rows changed."""
         if self._find_slots is not None:
             self.state_slots.copy_(self._find_slots(self.block_table))
 
@@ -141,7 +168,8 @@ class DecodeRows(StepRows):
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they
         were afterwards."""
-        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
+        state = [self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches]
+        state += self.block_table[:num_rows], self.stop_token_ids[:num_rows], self.logits_words[:num_rows]
         before = [tensor.clone() for tensor in state]
         try:
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are

@@ -56,6 +56,28 @@ def test_rows_side_by_side_are_written_as_others(places: list[int]) -> None:
     assert rows.input_ids[places].tolist() == [7, 8]
 
 
+def test_a_row_that_a_graph_begins_is_one_that_is_written() -> None:
+    """And what is refused there is not sent."""
+    begun, written, logits = make_rows(), make_rows(), torch.randn(1, VOCAB)
+    one = state(7, temperature=0.8, top_p=0.9, stop_token_ids=[3])
+    begun.send_first(one)
+    written.write({0: one})
+    with pytest.raises(ArgumentError, match="blocks"):
+        begun.send_first(RowState(5, 30, [1], seed=1, counter=0, remaining=2))
+    assert torch.equal(begun.begin_first(logits), written.finish_rows(logits, [0]))
+    assert all(torch.equal(tensor, written.tensors()[name]) for name, tensor in begun.tensors().items())
+
+
+def test_padding_leaves_rows_as_they_were() -> None:
+    rows = make_rows()
+    rows.write({0: state(7), 2: state(9)})
+    before = fields(rows)
+    with rows.padding(1):
+        rows.send_first(state(3, 2))
+        rows.begin_first(torch.randn(1, VOCAB))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rows.tensors().items())
+
+
 def test_write_fills_every_field_of_its_row_only() -> None:
     rows = make_rows()
     before = fields(rows)

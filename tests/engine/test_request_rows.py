@@ -73,7 +73,7 @@ def test_padding_leaves_rows_as_they_were() -> None:
     rows.write({0: state(7), 2: state(9)})
     before = fields(rows)
     with rows.padding(1):
-        rows.send_first(state(3, 2))
+        rows.send_first(RowState(3, 2, [8], seed=1, counter=0, remaining=1, stop_token_ids=[4]))
         rows.begin_first(torch.randn(1, VOCAB))
     assert all(torch.equal(tensor, before[name]) for name, tensor in rows.tensors().items())
 

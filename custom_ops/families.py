@@ -105,7 +105,7 @@ FAMILIES = (
         "experts",
         EXPERTS,
         {"route_experts": RouteCall, "apply_experts": ExpertsCall},
-        on_native=("apply_experts",),
+        native=("apply_experts",),
     ),
     Family(
         "mla",

@@ -38,6 +38,10 @@ void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps
 void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std::optional<Tensor> scale,
             std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double norm_eps,
             double norm_offset, std::string activation);
+void apply_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, Tensor out,
+                   std::string activation, std::optional<Tensor> shared_gate_up,
+                   std::optional<Tensor> shared_down, std::optional<Tensor> shared_gate,
+                   std::optional<Tensor> residual);
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size);

@@ -11,15 +11,6 @@ namespace {
 constexpr int64_t PIECE = 48;               // rows of a weight
 constexpr int64_t KEPT = int64_t(1) << 22;  // bytes of memory that a thread keeps for its next call
 
-Gate gate_of(const std::string& activation) {
-  if (activation == "none") return Gate::None;
-  if (activation == "silu") return Gate::Silu;
-  if (activation == "gelu_tanh") return Gate::GeluTanh;
-  STD_TORCH_CHECK(activation == "gelu", "activation: expected one of none, silu, gelu_tanh, gelu, got '",
-                  activation, "'");
-  return Gate::Gelu;
-}
-
 LinearKernels choose(const Linear& p) {
   // What a norm gives is not rounded to bf16 ahead of its product.
   [[maybe_unused]] const bool of_bf16 = p.weight.dtype == Number::BFloat16 && !p.norm_weight.data;
@@ -33,6 +24,40 @@ LinearKernels choose(const Linear& p) {
 }
 
 }  // namespace
+
+Gate gate_of(const std::string& activation) {
+  if (activation == "none") return Gate::None;
+  if (activation == "silu") return Gate::Silu;
+  if (activation == "gelu_tanh") return Gate::GeluTanh;
+  STD_TORCH_CHECK(activation == "gelu", "activation: expected one of none, silu, gelu_tanh, gelu, got '",
+                  activation, "'");
+  return Gate::Gelu;
+}
+
+void run_linear(Linear p) {
+  const bool is_double = p.x.dtype == Number::Double;
+  p.ahead = p.tokens > 1 && asks_ahead();
+  p.side_by_side = p.tokens == 1 && reads_side_by_side();
+  const LinearKernels kernels = choose(p);
+  const int64_t packed = p.tokens * packed_size(p), size = is_double ? 8 : 4,
+                bytes = (packed + p.tokens * p.outputs) * size + 64;
+  static thread_local std::vector<char> kept;
+  std::vector<char> own_memory;
+  std::vector<char>& memory = bytes > KEPT ? own_memory : kept;
+  if (int64_t(memory.size()) < bytes) memory.resize(bytes);
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.data());
+  char* const inputs = memory.data() + ((begin + 63) & ~uintptr_t(63)) - begin;  // at a cache line
+  char* const sums = inputs + packed * size;
+  kernels.inputs(p, inputs);
+  for_each_range((p.outputs + PIECE - 1) / PIECE, PIECE * p.inputs * (p.tokens + size_of(p.weight.dtype) / 2),
+                 [&](int64_t begin, int64_t end) {
+                   kernels.products(p, inputs, sums, begin * PIECE, std::min(end * PIECE, p.outputs));
+                 });
+  for_each_range(p.tokens, 8 * p.outputs,
+                 [&](int64_t begin, int64_t end) { kernels.results(p, sums, begin, end); });
+}
+
+void store_sums(const Linear& p, void* sums) { choose(p).results(p, sums, 0, p.tokens); }
 
 void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std::optional<Tensor> scale,
             std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double norm_eps,
@@ -67,26 +92,7 @@ void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std
                              {"norm_weight", pointer(norm_weight)}});
   if (!p.tokens || !p.outputs) return;
   p.norm_eps = norm_eps; p.norm_offset = norm_offset;
-  const bool is_double = p.x.dtype == Number::Double;
-  p.ahead = p.tokens > 1 && asks_ahead();
-  p.side_by_side = p.tokens == 1 && reads_side_by_side();
-  const LinearKernels kernels = choose(p);
-  const int64_t packed = p.tokens * packed_size(p), size = is_double ? 8 : 4,
-                bytes = (packed + p.tokens * p.outputs) * size + 64;
-  static thread_local std::vector<char> kept;
-  std::vector<char> own_memory;
-  std::vector<char>& memory = bytes > KEPT ? own_memory : kept;
-  if (int64_t(memory.size()) < bytes) memory.resize(bytes);
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.data());
-  char* const inputs = memory.data() + ((begin + 63) & ~uintptr_t(63)) - begin;  // at a cache line
-  char* const sums = inputs + packed * size;
-  kernels.inputs(p, inputs);
-  for_each_range((p.outputs + PIECE - 1) / PIECE, PIECE * p.inputs * (p.tokens + weight.element_size() / 2),
-                 [&](int64_t begin, int64_t end) {
-                   kernels.products(p, inputs, sums, begin * PIECE, std::min(end * PIECE, p.outputs));
-                 });
-  for_each_range(p.tokens, 8 * p.outputs,
-                 [&](int64_t begin, int64_t end) { kernels.results(p, sums, begin, end); });
+  run_linear(p);
 }
 
 }  // namespace torchpaged

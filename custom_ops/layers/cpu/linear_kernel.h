@@ -1,6 +1,8 @@
 // The op linear: inputs are normed, weights read once from memory, in the order in which they lie, for all
 // tokens. Compiled once per instruction set by kernel_*.cpp, chosen at run time by instruction_set.h.
 #pragma once
+#include <string>
+
 #include "../../cpu/operand.h"
 
 namespace torchpaged {
@@ -35,5 +37,10 @@ LinearKernels linear_kernels_avx2(bool is_double);
 LinearKernels linear_kernels_avx512(bool is_double);
 LinearKernels linear_kernels_avx512_bf16();  // of weights of bf16
 LinearKernels linear_kernels_amx();          // the same
+
+// Of ops that know their operands fit. `ahead` and `side_by_side` are set here.
+Gate gate_of(const std::string& activation);
+void run_linear(Linear p);
+void store_sums(const Linear& p, void* sums);  // of `p.tokens` tokens: adds bias and residual, too
 
 }  // namespace torchpaged

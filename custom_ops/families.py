@@ -80,7 +80,7 @@ FAMILIES = (
         CACHE_WRITE,
         {"write_kv": WriteCall.of, "rope_write_kv": RotatedWriteCall.of},
         fakes=CACHE_WRITE_FAKES,
-        native=("write_kv",),
+        native=("write_kv", "rope_write_kv"),
     ),
     Family("block_ops", BLOCK_OPS, {}, native=("copy_blocks",)),
     Family(
@@ -99,7 +99,7 @@ FAMILIES = (
         LAYERS,
         {"rms_norm": NormCall, "linear": LinearCall},
         cuda=("linear",),
-        native=("linear",),
+        native=("linear", "rms_norm", "embedding"),
     ),
     Family(
         "experts",

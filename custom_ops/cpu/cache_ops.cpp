@@ -9,8 +9,8 @@
 #include <vector>
 
 #define VEC_WIDTH 4
-#include "ops.h"
 #include "parallel.h"
+#include "pool_writes.h"
 #include "vec.h"
 
 namespace torchpaged {
@@ -18,35 +18,38 @@ namespace {
 
 // store(to, from, head): one row of numbers.
 template <typename Store>
-void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride,
-             const Store& store) {
+void scatter(const TokenRows& x, const Tensor& cache, const Tensor& slot_mapping, const Store& store) {
   const int64_t size = cache.element_size(), block_size = cache.size(1), heads = cache.size(2),
                 row = cache.size(3) * size;
-  const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(cache.mutable_data_ptr());
-  const int64_t token = x.stride(0) * x.element_size(), head = x.stride(1) * x.element_size();
   const int64_t c_block = cache.stride(0) * size, c_slot = cache.stride(1) * size,
                 c_head = cache.stride(2) * size;
+  const int64_t* slots = data<int64_t>(slot_mapping);
+  const int64_t slot_stride = slot_mapping.stride(0);
   auto body = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t slot = slots[i * slot_stride];
       if (slot < 0) continue;
       char* target = to + slot / block_size * c_block + slot % block_size * c_slot;
-      for (int64_t h = 0; h < heads; ++h) store(target + h * c_head, from + i * token + h * head, h);
+      for (int64_t h = 0; h < heads; ++h) store(target + h * c_head, x.data + i * x.token + h * x.head, h);
     }
   };
-  for_each_range(x.size(0), (row * heads + 1) / 2, body);
+  for_each_range(slot_mapping.size(0), (row * heads + 1) / 2, body);
+}
+
+bool is_fp8(const Tensor& cache) {
+  return cache.scalar_type() == ScalarType::Float8_e4m3fn || cache.scalar_type() == ScalarType::Float8_e5m2;
 }
 
 // Into a pool of fp8: divided by the head's scale, numbers beyond the range as its largest, NaN as NaN.
 template <typename T>
-void scatter_fp8(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride,
+void scatter_fp8(const TokenRows& x, const Tensor& cache, const Tensor& slot_mapping,
                  const std::optional<Tensor>& scale) {
   const bool e4m3 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
   const float limit = e4m3 ? 448.0f : 57344.0f;
   const float* scales = scale ? data<float>(*scale) : nullptr;
   const int64_t step = scale && scale->numel() > 1 ? scale->stride(0) : 0, width = cache.size(3);
-  scatter(x, cache, slots, slot_stride, [=](char* to, const char* from, int64_t head) {
+  scatter(x, cache, slot_mapping, [=](char* to, const char* from, int64_t head) {
     const float divisor = scales ? scales[head * step] : 1.0f;
     for (int64_t d = 0; d < width; ++d) {
       float y = to_float(reinterpret_cast<const T*>(from)[d]) / divisor;
@@ -56,18 +59,12 @@ void scatter_fp8(const Tensor& x, const Tensor& cache, const int64_t* slots, int
   });
 }
 
-void store_tokens(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride,
-                  const std::optional<Tensor>& scale) {
-  if (x.scalar_type() == cache.scalar_type()) {
-    const size_t row = size_t(cache.size(3) * cache.element_size());
-    return scatter(x, cache, slots, slot_stride,
-                   [=](char* to, const char* from, int64_t) { std::memcpy(to, from, row); });
-  }
-  switch (x.scalar_type()) {
-    case ScalarType::BFloat16: return scatter_fp8<bf16>(x, cache, slots, slot_stride, scale);
-    case ScalarType::Half: return scatter_fp8<fp16>(x, cache, slots, slot_stride, scale);
-    default: return scatter_fp8<float>(x, cache, slots, slot_stride, scale);
-  }
+template <typename T>
+void scatter_rounded(const TokenRows& x, const Tensor& cache, const Tensor& slot_mapping) {
+  scatter(x, cache, slot_mapping, [width = cache.size(3)](char* to, const char* from, int64_t) {
+    for (int64_t d = 0; d < width; ++d)
+      from_float(reinterpret_cast<const float*>(from)[d], reinterpret_cast<T*>(to) + d);
+  });
 }
 
 void check_scale(const char* name, const std::optional<Tensor>& scale, bool fp8, int64_t num_kv_heads) {
@@ -98,11 +95,28 @@ void check_distinct(const int64_t* slots, int64_t stride, int64_t count, int64_t
 
 }  // namespace
 
-void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
-              std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, bool /*are_query_tokens*/) {
+void store_tokens(const TokenRows& x, const Tensor& cache, const Tensor& slot_mapping,
+                  const std::optional<Tensor>& scale) {
+  if (x.dtype == cache.scalar_type()) {
+    const size_t row = size_t(cache.size(3) * cache.element_size());
+    return scatter(x, cache, slot_mapping,
+                   [=](char* to, const char* from, int64_t) { std::memcpy(to, from, row); });
+  }
+  if (!is_fp8(cache))
+    return cache.scalar_type() == ScalarType::BFloat16 ? scatter_rounded<bf16>(x, cache, slot_mapping)
+                                                       : scatter_rounded<fp16>(x, cache, slot_mapping);
+  switch (x.dtype) {
+    case ScalarType::BFloat16: return scatter_fp8<bf16>(x, cache, slot_mapping, scale);
+    case ScalarType::Half: return scatter_fp8<fp16>(x, cache, slot_mapping, scale);
+    default: return scatter_fp8<float>(x, cache, slot_mapping, scale);
+  }
+}
+
+void check_token_writes(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& slot_mapping, const std::optional<Tensor>& k_scale,
+                        const std::optional<Tensor>& v_scale) {
   check_pools(k_cache, v_cache, true);
-  const bool fp8 = k_cache.scalar_type() == ScalarType::Float8_e4m3fn ||
-                   k_cache.scalar_type() == ScalarType::Float8_e5m2;
+  const bool fp8 = is_fp8(k_cache);
   if (!fp8) check_float("k_cache", k_cache);
   check_float("k", k);
   check_scale("k_scale", k_scale, fp8, k_cache.size(2));
@@ -125,8 +139,13 @@ void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
   check_apart("k", k, "k_cache", k_cache); check_apart("k", k, "v_cache", v_cache);
   check_apart("v", v, "k_cache", k_cache); check_apart("v", v, "v_cache", v_cache);
   check_distinct(slots, stride, slot_mapping.size(0), k_cache.size(1));
-  store_tokens(k, k_cache, slots, stride, k_scale);
-  store_tokens(v, v_cache, slots, stride, v_scale);
+}
+
+void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
+              std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, bool /*are_query_tokens*/) {
+  check_token_writes(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale);
+  store_tokens(rows_of(k), k_cache, slot_mapping, k_scale);
+  store_tokens(rows_of(v), v_cache, slot_mapping, v_scale);
 }
 
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping) {

@@ -8,6 +8,10 @@ namespace torchpaged {
 
 void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
               std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, bool are_query_tokens);
+void rope_write_kv(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor slot_mapping,
+                   Tensor q_out, Tensor k_cache, Tensor v_cache, std::optional<Tensor> q_norm,
+                   std::optional<Tensor> k_norm, double norm_eps, double norm_offset, bool interleaved,
+                   std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, bool are_query_tokens);
 void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
                      Tensor query_start_loc, Tensor out, std::optional<Tensor> lse, int64_t max_query_len,
                      double scale, bool causal, int64_t window_left, int64_t window_right,
@@ -38,6 +42,9 @@ void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps
 void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std::optional<Tensor> scale,
             std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double norm_eps,
             double norm_offset, std::string activation);
+void embedding(Tensor input_ids, Tensor weight, Tensor out, std::optional<Tensor> scale);
+void rms_norm(Tensor x, Tensor weight, Tensor out, double eps, double offset, std::optional<Tensor> residual,
+              std::optional<Tensor> post_residual);
 void apply_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, Tensor out,
                    std::string activation, std::optional<Tensor> shared_gate_up,
                    std::optional<Tensor> shared_down, std::optional<Tensor> shared_gate,

@@ -5,9 +5,10 @@
 // How many arguments each kernel takes, which custom_ops/native.py looks for in the file before it loads it:
 // a library built from other sources would fail at every call.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_ops[] =
-    "torchpaged native ops: accept_tokens 15, advance_step 7, apply_experts 11, causal_conv 12, copy_blocks 3, "
-    "delta_gates 10, finish_step 21, gated_rms_norm 9, linear 10, linear_attention 14, merge_attn_states 7, "
-    "paged_attention 23, rg_lru 13, sample_tokens 10, selective_scan 14, write_kv 8;";
+    "torchpaged native ops: accept_tokens 15, advance_step 7, apply_experts 11, causal_conv 12, "
+    "copy_blocks 3, delta_gates 10, embedding 4, finish_step 21, gated_rms_norm 9, linear 10, "
+    "linear_attention 14, merge_attn_states 7, paged_attention 23, rg_lru 13, rms_norm 7, "
+    "rope_write_kv 17, sample_tokens 10, selective_scan 14, write_kv 8;";
 // Digest of the sources that it was built from: a checkout whose sources are others gives a warning.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_sources[] =
     "torchpaged native sources: " TORCHPAGED_DIGEST ";";
@@ -18,6 +19,7 @@ extern "C" __attribute__((visibility("default"), used)) const char torchpaged_na
 
 STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   IMPLEMENT(write_kv)
+  IMPLEMENT(rope_write_kv)
   IMPLEMENT(paged_attention)
   IMPLEMENT(merge_attn_states)
   IMPLEMENT(copy_blocks)
@@ -33,4 +35,6 @@ STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   IMPLEMENT(finish_step)
   IMPLEMENT(linear)
   IMPLEMENT(apply_experts)
+  IMPLEMENT(rms_norm)
+  IMPLEMENT(embedding)
 }

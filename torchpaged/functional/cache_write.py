@@ -122,8 +122,7 @@ def rope_write_kv(
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is
             ``x / scale``, saturated.
         are_query_tokens: as in `write_kv`.
-        ops: whose kernels to run; default: as the module docstring says (backend ``cpu`` runs the reference
-            here: there is no native kernel).
+        ops: whose kernels to run; default: as the module docstring says.
 
     Returns:
         The rotated queries, ``[num_tokens, num_heads, head_dim]`` in q's dtype, contiguous.
@@ -155,6 +154,7 @@ def rope_write_kv(
         args,
         options,
         lambda: choose_ops(Kind.written(k, v, k_cache), planned=True) if ops is None else ops,
+        native="k",  # pools are of this dtype, or of fp8
         interleaved=interleaved,
         are_query_tokens=are_query_tokens,
     )

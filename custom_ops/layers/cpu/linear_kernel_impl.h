@@ -63,6 +63,15 @@ struct Step<float, bf16> {
 
 template <typename X> constexpr int64_t NUMBERS = 64 / sizeof(X);
 
+// A token's numbers, normed if there is a norm, whose weight is given as numbers.
+template <typename A>
+void read_token(const Linear& p, int64_t t, const A* __restrict weight, A* __restrict x) {
+  read(p.x, t * p.x.token, p.inputs, x);
+  if (!p.norm_weight.data) return;
+  const A factor = 1 / std::sqrt(sum_of_squares<A>(x, p.inputs) / A(p.inputs) + A(p.norm_eps));
+  for (int64_t i = 0; i < p.inputs; ++i) x[i] *= factor * (A(p.norm_offset) + weight[i]);
+}
+
 // Of each group of tokens NUMBERS of each, then the next NUMBERS.
 template <typename A, typename X>
 void pack_inputs(const Linear& p, void* packed) {
@@ -73,11 +82,7 @@ void pack_inputs(const Linear& p, void* packed) {
   for (int64_t begin = 0, n; begin < p.tokens; begin += n) {
     n = tokens_from(p, begin);
     for (int64_t t = 0; t < n; ++t) {
-      read(p.x, (begin + t) * p.x.token, p.inputs, x);
-      if (p.norm_weight.data) {
-        const A factor = 1 / std::sqrt(sum_of_squares<A>(x, p.inputs) / A(p.inputs) + A(p.norm_eps));
-        for (int64_t i = 0; i < p.inputs; ++i) x[i] *= factor * (A(p.norm_offset) + weight[i]);
-      }
+      read_token(p, begin + t, weight, x);
       X* to = static_cast<X*>(packed) + begin * size + t * NUMBERS<X>;
       for (int64_t i = 0; i < size; i += NUMBERS<X>, to += n * NUMBERS<X>)
         for (int64_t j = 0; j < NUMBERS<X>; ++j) from_float(x[i + j], to + j);

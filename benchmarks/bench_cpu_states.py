@@ -1,15 +1,16 @@
 """Decode of layers with a state on a CPU: ours beside transformers', a family at a time.
 
     PYTHONPATH=. python benchmarks/bench_cpu_states.py [--threads 1] [--batches 1 8] [--families gdn kda ...]
-        [--new 24] [--repeats 3] [--dtype float32] [--output FILE]
+        [--new 24] [--repeats 3] [--dtype float32] [--fused] [--output FILE]
 
 Models of a few layers with random weights, the same memory for all; heads and states have sizes of published
 models. ``op_us`` is of one step of the last such layer (a forward's first one also moves a cache's rows on):
 its mixer without the ``nn.Linear`` modules; ``mixer_us`` with them. Both are medians over steps of
 `generate()`, with transformers' own cache and with a `PagedCache` of the attached model. ``step_us``: one
 more token of every request, the difference of two runs with ``--new`` + 1 and 1 new tokens, also of the
-engine. Contenders take turns; of steps the fastest is taken. Of one thread times are its own, so that waiting
-for a core doesn't count. Tokens are compared first. The last line is one JSON document.
+engine, and with ``--fused`` of one whose model is fused. Contenders take turns; of steps the fastest is
+taken. Of one thread times are its own, so that waiting for a core doesn't count. Tokens are compared first.
+The last line is one JSON document.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,10 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
     length = PROMPT + args.new + 1
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options["disable_compile"] = True
-    engine = Generator(served, max_batch_size=batch, max_seq_len=length, share_prefixes=False)
+    sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "share_prefixes": False}
+    engines = {"engine": Generator(served, **sizes)}
+    if args.fused:  # its weights lie elsewhere: it stacks them
+        engines["fused"] = Generator(make(family, dtype), fuse=True, **sizes)
 
     def of_transformers(new: int) -> list[list[int]]:
         return plain.generate(ids, max_new_tokens=new, **options)[:, PROMPT:].tolist()
@@ -141,11 +146,12 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
         out = attached.generate(ids, max_new_tokens=new, past_key_values=cache, **options)
         return out[:, PROMPT:].tolist()
 
-    def of_engine(new: int) -> list[list[int]]:
+    def of_engine(engine: Generator, new: int) -> list[list[int]]:
         outs = engine.generate(ids.tolist(), SamplingParams(max_new_tokens=new, ignore_eos=True))
         return [out.token_ids for out in outs]
 
-    contenders = {"transformers": of_transformers, "paged_cache": of_cache, "engine": of_engine}
+    contenders = {"transformers": of_transformers, "paged_cache": of_cache}
+    contenders |= {name: partial(of_engine, engine) for name, engine in engines.items()}
     want = of_transformers(args.new + 1)
     same = {name: run(args.new + 1) == want for name, run in contenders.items()}
     if dtype == torch.float32 and not all(same.values()):
@@ -174,7 +180,10 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
     row["op_ratio"] = round(row["op_us"]["transformers"] / row["op_us"]["paged_cache"], 2)
     row["mixer_ratio"] = round(row["mixer_us"]["transformers"] / row["mixer_us"]["paged_cache"], 2)
     row["step_ratio"] = round(row["step_us"]["transformers"] / row["step_us"]["engine"], 2)
-    engine.close()
+    if args.fused:
+        row["fused_ratio"] = round(row["step_us"]["transformers"] / row["step_us"]["fused"], 2)
+    for engine in engines.values():
+        engine.close()
     detach(attached)
     return row
 
@@ -188,6 +197,7 @@ def main() -> None:
         new=24,
         repeats=3,
         dtype={"default": "float32", "choices": ("float32", "bfloat16")},
+        fused=False,
         output=str,
     )
     torch.set_num_threads(args.threads)

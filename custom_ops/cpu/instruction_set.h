@@ -49,23 +49,9 @@ inline bool may_use_amx() {
 }
 #endif
 
-// Whether products of several tokens keep memory waiting unless it is asked ahead: with AVX-512, on a Zen 4,
-// which takes units of 256 bits twice, and on Intel's.
-inline bool asks_ahead() {
-#if defined(__x86_64__)
-  static const bool asks = [] {
-    constexpr unsigned ZEN_4 = 0x19;  // family, Zen 3's too
-    unsigned a = 0, b, c, d;
-    __get_cpuid(1, &a, &b, &c, &d);
-    const unsigned family = (a >> 8 & 15) + (a >> 20 & 255);
-    return instruction_level() == 2 &&
-           (__builtin_cpu_is("intel") || (__builtin_cpu_is("amd") && family == ZEN_4));
-  }();
-  return asks;
-#else
-  return false;
-#endif
-}
+// Whether products of several tokens keep memory waiting unless it is asked ahead: with AVX-512, on a Zen 4, a
+// Zen 5 and Intel's.
+inline bool asks_ahead() { return instruction_level() == 2; }
 
 // Whether memory gives more where several rows are read side by side than one after another: Intel's cores
 // fetch ahead for each page apart.

@@ -96,6 +96,20 @@ template <typename A> inline A sum_of_squares(const A* x, int64_t n) {
 inline double to_float(double x) { return x; }
 inline void from_float(double x, double* out) { *out = x; }
 
+// A vector of numbers of any dtype as those of sums.
+template <typename A, typename T>
+__attribute__((always_inline)) inline void load_wide(const T* p, W<A>& to) {
+  if constexpr (std::is_same_v<A, T>) to = wide(p);
+  else if constexpr (sizeof(A) == 8) {
+    A numbers[LANES<A>];
+    for (int i = 0; i < LANES<A>; ++i) numbers[i] = to_float(p[i]);
+    to = wide(numbers);
+  } else for (int i = 0; i < LANES<A>; i += VEC_WIDTH) {
+    const vf part = load(p + i);
+    std::memcpy(reinterpret_cast<A*>(&to) + i, &part, sizeof part);
+  }
+}
+
 template <typename A, typename F>
 inline void by_dtype(Number dtype, const F& body) {
   if constexpr (sizeof(A) == 8) {

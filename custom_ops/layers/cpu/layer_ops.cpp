@@ -12,7 +12,8 @@ constexpr int64_t PIECE = 48;               // rows of a weight
 constexpr int64_t KEPT = int64_t(1) << 22;  // bytes of memory that a thread keeps for its next call
 
 LinearKernels choose(const Linear& p) {
-  [[maybe_unused]] const bool of_bf16 = p.weight.dtype == Number::BFloat16;
+  // What a norm gives is not rounded to bf16 ahead of its product.
+  [[maybe_unused]] const bool of_bf16 = p.weight.dtype == Number::BFloat16 && !p.norm_weight.data;
 #if defined(TORCHPAGED_AMX)
   if (of_bf16 && may_use_amx()) return linear_kernels_amx();
 #endif

@@ -33,17 +33,7 @@ template <typename A, typename T>
 struct Step {
   typedef A Packed;
   typedef W<A> Row;
-  __attribute__((always_inline)) static void load_row(const T* p, Row& to) {
-    if constexpr (std::is_same_v<A, T>) to = wide(p);
-    else if constexpr (sizeof(A) == 8) {
-      A numbers[LANES<A>];
-      for (int i = 0; i < LANES<A>; ++i) numbers[i] = to_float(p[i]);
-      to = wide(numbers);
-    } else for (int i = 0; i < LANES<A>; i += VEC_WIDTH) {
-      const vf part = load(p + i);
-      std::memcpy(reinterpret_cast<A*>(&to) + i, &part, sizeof part);
-    }
-  }
+  __attribute__((always_inline)) static void load_row(const T* p, Row& to) { load_wide<A>(p, to); }
   __attribute__((always_inline)) static void add(W<A>& sum, const Row& w, const A* x) { sum += w * wide(x); }
 };
 
@@ -63,15 +53,6 @@ struct Step<float, bf16> {
 
 template <typename X> constexpr int64_t NUMBERS = 64 / sizeof(X);
 
-// A token's numbers, normed if there is a norm, whose weight is given as numbers.
-template <typename A>
-void read_token(const Linear& p, int64_t t, const A* __restrict weight, A* __restrict x) {
-  read(p.x, t * p.x.token, p.inputs, x);
-  if (!p.norm_weight.data) return;
-  const A factor = 1 / std::sqrt(sum_of_squares<A>(x, p.inputs) / A(p.inputs) + A(p.norm_eps));
-  for (int64_t i = 0; i < p.inputs; ++i) x[i] *= factor * (A(p.norm_offset) + weight[i]);
-}
-
 // Of each group of tokens NUMBERS of each, then the next NUMBERS.
 template <typename A, typename X>
 void pack_inputs(const Linear& p, void* packed) {
@@ -82,7 +63,11 @@ void pack_inputs(const Linear& p, void* packed) {
   for (int64_t begin = 0, n; begin < p.tokens; begin += n) {
     n = tokens_from(p, begin);
     for (int64_t t = 0; t < n; ++t) {
-      read_token(p, begin + t, weight, x);
+      read(p.x, (begin + t) * p.x.token, p.inputs, x);
+      if (p.norm_weight.data) {
+        const A factor = 1 / std::sqrt(sum_of_squares<A>(x, p.inputs) / A(p.inputs) + A(p.norm_eps));
+        for (int64_t i = 0; i < p.inputs; ++i) x[i] *= factor * (A(p.norm_offset) + weight[i]);
+      }
       X* to = static_cast<X*>(packed) + begin * size + t * NUMBERS<X>;
       for (int64_t i = 0; i < size; i += NUMBERS<X>, to += n * NUMBERS<X>)
         for (int64_t j = 0; j < NUMBERS<X>; ++j) from_float(x[i + j], to + j);

@@ -19,11 +19,9 @@ struct Widths {
 // Of each group, and of each STEP of its tokens' numbers: the first tile, then the second.
 void pack_pairs(const Linear& p, void* packed) {
   const int64_t size = packed_size(p);
-  std::vector<float> numbers(2 * size);
-  float *const x = numbers.data(), *const weight = x + size;
-  if (p.norm_weight.data) read(p.norm_weight, 0, p.inputs, weight);
+  std::vector<float> x(size);
   for (int64_t t = 0; t < p.tokens; ++t) {
-    read_token(p, t, weight, x);
+    read(p.x, t * p.x.token, p.inputs, x.data());
     const int64_t group = t / GROUP * GROUP;
     const Widths n(p, group);
     const bool is_first = t - group < SIDE;

@@ -86,16 +86,18 @@ void add_products(int64_t tokens, const A* w, int64_t stride, int64_t rows, cons
 // The same of one token and all `width` columns, in the order in which a weight lies in memory: processors
 // fetch ahead by themselves where little is computed, and the other tokens find the rows in a cache. `ahead`:
 // they fetch too little of one stream (instruction_set.h), and are asked for what comes two pages later.
-template <typename A>
-void add_first_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t width, bool ahead,
+template <typename A, typename T>
+void add_first_products(const T* w, int64_t stride, int64_t rows, const A* x, int64_t width, bool ahead,
                         A* y) {
-  constexpr int64_t DISTANCE = 8192 / sizeof(A);
-  fetch_pages(w + rows * stride, rows * stride * sizeof(A));
+  constexpr int64_t DISTANCE = 8192 / sizeof(T);
+  fetch_pages(w + rows * stride, rows * stride * sizeof(T));
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) {
-      const A* const at = w + r * stride + i;
+      const T* const at = w + r * stride + i;
       if (ahead) __builtin_prefetch(at + DISTANCE, 0, 2);
-      wide(y + i) += x[r] * wide(at);
+      W<A> numbers;
+      load_wide<A>(at, numbers);
+      wide(y + i) += x[r] * numbers;
     }
 }
 
@@ -104,6 +106,14 @@ template <typename A>
 void block_product(const Operand& weight, const Operand& bias, int64_t block, int64_t width, const A* x,
                    int64_t num, bool ahead, A* y) {
   const bool own = weight.dtype == (sizeof(A) == 8 ? Number::Double : Number::Float);
+  if (num == 1 && !own && width % LANES<A> == 0)  // numbers are converted where they are multiplied
+    return by_dtype<A>(weight.dtype, [&](auto* dtype) {
+      const auto* const w = static_cast<decltype(dtype)>(weight.data) + block * weight.token;
+      read(bias, block * bias.token, width, y);
+      for (int64_t r = 0; r < width; r += PRODUCT_ROWS)
+        add_first_products(w + r * weight.head, weight.head, std::min(PRODUCT_ROWS, width - r), x + r, width,
+                           ahead, y);
+    });
   std::vector<A> converted(own ? 0 : PRODUCT_ROWS * width);
   read(bias, block * bias.token, width, y);
   for (int64_t t = 1; t < num; ++t) std::copy_n(y, width, y + t * width);

@@ -136,7 +136,8 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
     sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "share_prefixes": False}
     engines = {"engine": Generator(served, **sizes)}
     if args.fused:  # its weights lie elsewhere: it stacks them
-        engines["fused"] = Generator(make(family, dtype), fuse=True, **sizes)
+        with torch.inference_mode(False):
+            engines["fused"] = Generator(make(family, dtype), fuse=True, **sizes)
 
     def of_transformers(new: int) -> list[list[int]]:
         return plain.generate(ids, max_new_tokens=new, **options)[:, PROMPT:].tolist()

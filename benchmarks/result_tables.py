@@ -281,7 +281,7 @@ def cpu_decode() -> list[str]:
 def cpu_states() -> list[str]:
     """Microseconds of one layer's mixer without its projections, and milliseconds of whole steps: of each
     kind of layer its newest run."""
-    lines, again = [], load("cpu_states_epyc")["rows"]
+    lines, again = [], load("cpu_states_zen5")["rows"]
     since = {row["family"] for row in again}
     for row in [*(row for row in load("cpu_states")["rows"] if row["family"] not in since), *again]:
         op, step = row["op_us"], row["step_us"]

@@ -49,8 +49,8 @@ inline bool may_use_amx() {
 }
 #endif
 
-// Whether products of several tokens keep memory waiting unless it is asked ahead: with AVX-512, on a Zen 4, a
-// Zen 5 and Intel's.
+// Whether products of several tokens keep memory waiting unless it is asked ahead: with AVX-512, on Intel's
+// processors, a Zen 4 and a Zen 5.
 inline bool asks_ahead() { return instruction_level() == 2; }
 
 // Whether memory gives more where several rows are read side by side than one after another: Intel's cores

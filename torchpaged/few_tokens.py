@@ -60,7 +60,9 @@ def forward(self: Any, input: Tensor) -> Tensor:
     name, is its class's."""
     if type(self) is not nn.Linear:
         return type(self).forward(self, input)
-    weight, bias = self.weight, self.bias
+    own = self._parameters  # a step comes here for every layer, and a module's attributes are slow to ask for
+    weight: Any = own.get("weight")
+    bias: Any = own.get("bias", self)  # a tensor in its place is no parameter
     if (
         not _is_plain(input)
         or not _takes(weight, input.dtype)
@@ -69,11 +71,12 @@ def forward(self: Any, input: Tensor) -> Tensor:
         or not (bias is None or (type(bias) is nn.Parameter and bias.is_contiguous()))
         or not (bias is None or bias.shape == weight.shape[:1])  # torch repeats one that is shorter
     ):
-        return F.linear(input, weight, bias)
-    x = input.reshape(-1, weight.shape[1]).contiguous()
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    BACKEND_OPS["cpu"].linear(x, weight, out, bias=bias)
-    return out.view(*input.shape[:-1], weight.shape[0])
+        return F.linear(input, self.weight, self.bias)
+    rows, width = weight.shape
+    out = input.new_empty((*input.shape[:-1], rows))
+    x = input.reshape(-1, width).contiguous()
+    BACKEND_OPS["cpu"].linear(x, weight, out.view(-1, rows), bias=bias)
+    return out
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -88,6 +88,10 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
             parameter.data = parameter.data.contiguous()
         own, module.bias = module.bias, nn.Parameter(torch.ones(1), requires_grad=False)  # torch repeats it
         assert torch.equal(module(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
+        del module.bias
+        module.bias = torch.ones(ROWS)  # no parameter
+        assert torch.equal(module(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
+        del module.bias
         module.bias = own
         dense, module.weight = module.weight, nn.Parameter(module.weight.to_sparse_csr(), requires_grad=False)
         torch.testing.assert_close(module(tokens(2)), F.linear(tokens(2), dense, module.bias))

@@ -42,19 +42,16 @@ struct Pair { int32_t expert, token; float weight; };
 template <typename A>
 class Run {
  public:
-  explicit Run(const Experts& c) : c(c), y(c.tokens * c.hidden) {
-    const int64_t most = std::max(c.tokens, c.tokens * c.top_k);
+  explicit Run(const Experts& c) : c(c), pairs(by_expert()), y(c.tokens * c.hidden) {
+    int64_t most = c.shared.down.data ? c.tokens : 0;  // tokens of an expert
+    each_expert([&](const Pair*, int64_t count) { most = std::max(most, count); });
     x.resize(most * c.hidden * size_of(c.x.dtype));
     inner.resize(most * std::max(c.experts.inner, c.shared.inner) * size_of(c.x.dtype));
     parts.resize(most * c.hidden);
   }
 
   void run() {
-    const std::vector<Pair> pairs = by_expert();
-    for (size_t i = 0, n; i < pairs.size(); i += n) {
-      for (n = 1; i + n < pairs.size() && pairs[i + n].expert == pairs[i].expert; ++n) {}
-      add_expert(pairs.data() + i, int64_t(n));
-    }
+    each_expert([&](const Pair* first, int64_t count) { add_expert(first, count); });
     if (c.shared.down.data) add_shared();
     Linear sums = product(c.x, c.tokens, 0, c.x, c.hidden, c.out);
     sums.residual = c.residual;
@@ -63,20 +60,30 @@ class Run {
 
  private:
   const Experts& c;
+  const std::vector<Pair> pairs;
   std::vector<char> x, inner;  // of the tokens of one expert
   std::vector<A> parts, y;
   static constexpr Number SUMS = sizeof(A) == 8 ? Number::Double : Number::Float;
 
   // By expert, those outside left out. A token's experts are summed by their ids, whatever others chose.
   std::vector<Pair> by_expert() const {
-    std::vector<Pair> pairs;
-    pairs.reserve(c.tokens * c.top_k);
+    std::vector<Pair> found;
+    found.reserve(c.tokens * c.top_k);
     for (int64_t i = 0; i < c.tokens * c.top_k; ++i)
       if (c.ids[i] >= 0 && c.ids[i] < c.num_experts)
-        pairs.push_back({c.ids[i], int32_t(i / c.top_k), c.weights[i]});
-    std::stable_sort(pairs.begin(), pairs.end(),
+        found.push_back({c.ids[i], int32_t(i / c.top_k), c.weights[i]});
+    std::stable_sort(found.begin(), found.end(),
                      [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
-    return pairs;
+    return found;
+  }
+
+  // body(first, count) of the pairs of each expert.
+  template <typename Body>
+  void each_expert(const Body& body) const {
+    for (size_t i = 0, n; i < pairs.size(); i += n) {
+      for (n = 1; i + n < pairs.size() && pairs[i + n].expert == pairs[i].expert; ++n) {}
+      body(pairs.data() + i, int64_t(n));
+    }
   }
 
   // `parts` of some tokens.
@@ -92,16 +99,16 @@ class Run {
                        {SUMS, parts.data(), c.hidden, 1}));
   }
 
-  void add_expert(const Pair* pairs, int64_t count) {
-    Operand from = {c.x.dtype, at(c.x, pairs->token * c.x.token), c.x.token, 1};
+  void add_expert(const Pair* mine, int64_t count) {
+    Operand from = {c.x.dtype, at(c.x, mine->token * c.x.token), c.x.token, 1};
     if (count > 1) {
       const int64_t bytes = c.hidden * size_of(c.x.dtype);
       for (int64_t i = 0; i < count; ++i)
-        std::memcpy(x.data() + i * bytes, at(c.x, pairs[i].token * c.x.token), bytes);
+        std::memcpy(x.data() + i * bytes, at(c.x, mine[i].token * c.x.token), bytes);
       from = {c.x.dtype, x.data(), c.hidden, 1};
     }
-    multiply(from, count, c.experts, pairs->expert);
-    for (int64_t i = 0; i < count; ++i) add(pairs[i].token, i, A(pairs[i].weight));
+    multiply(from, count, c.experts, mine->expert);
+    for (int64_t i = 0; i < count; ++i) add(mine[i].token, i, A(mine[i].weight));
   }
 
   void add(int64_t token, int64_t part, A weight) {
@@ -147,7 +154,9 @@ void apply_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor wei
   check_dtype("weights", weights, ScalarType::Float, "torch.float32");
   for (const Named& each : {Named{"ids", &ids}, Named{"weights", &weights}}) {
     check_cpu(each.name, *each.tensor);
-    STD_TORCH_CHECK(each.tensor->is_contiguous(), each.name, ": expected a contiguous tensor, got another");
+    check_last_dim(each.name, *each.tensor);
+    STD_TORCH_CHECK(c.tokens < 2 || each.tensor->stride(0) == c.top_k, each.name,
+                    ": expected a contiguous tensor, got a stride of ", each.tensor->stride(0));
   }
   c.ids = data<int32_t>(ids);
   c.weights = data<float>(weights);

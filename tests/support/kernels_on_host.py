@@ -4,6 +4,7 @@ their own launchers."""
 import contextlib
 import ctypes
 import gc
+import itertools
 import re
 import subprocess
 from collections.abc import Callable, Collection, Iterator
@@ -35,8 +36,8 @@ class HostMap(ctypes.Structure):
 
 
 def host_map(address: int, sizes: list[int], strides: list[int], box: list[int]) -> ctypes.Array[Any]:
-    """In place of `tensor_map`, of three or four dimensions."""
-    sizes, strides, box = sizes + [1] * (4 - len(sizes)), strides + [0] * (3 - len(strides)), [*box, 1]
+    """In place of `tensor_map`, of two to four dimensions."""
+    sizes, strides, box = sizes + [1] * (4 - len(sizes)), strides + [0] * (3 - len(strides)), [*box, 1, 1]
     made = HostMap(
         address,
         (ctypes.c_int * 4)(*sizes),
@@ -129,6 +130,15 @@ def _found_races(library: ctypes.CDLL, early: Collection[str]) -> set[str]:
     return {line for line in text.splitlines() if line.removeprefix("early read: ") not in early}
 
 
+_ARRAY = re.compile(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[(.+)\];")
+
+
+def _in_memory(found: re.Match[str], place: int) -> str:
+    """An array of a CTA, where other CTAs of its cluster find it; 16 KiB at most."""
+    kind, name, count = found.groups()
+    return f"{kind} (&{name})[{count}] = *({kind} (*)[{count}])(cta_memory() + CTA_BYTES - {place} * 16384);"
+
+
 def compiled(
     folder: Path, file: str, name: str, config: Config, header: str, replaced: tuple[str, ...]
 ) -> ctypes.CDLL:
@@ -140,15 +150,20 @@ def compiled(
     (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n#include "{header}"\n')
     for other in replaced:
         (folder / other).write_text('#pragma once\n#include "machine.cuh"\n')
+    arrays = itertools.count(1)  # from the end of a CTA's memory on
     for path in folder.iterdir():
         text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
         text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
+        if file == "linear_wide.cu":
+            text = text.replace("char *memory = cta_memory();", "char *shared = cta_memory();")
+            text = _ARRAY.sub(lambda m: _in_memory(m, next(arrays)), text)
         text = text.replace("__shared__", "SHARED_ARRAY")
         path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+[rlf]\"\([^;]*\)\);", "", text))
     with source.open("a") as end:
         end.write(
-            'extern "C" int run(const Params *p, int ctas, int threads, int cluster, int seed) {\n'
-            f"  return launch(ctas, threads, cluster, seed, [&] {{ {name}(*p); }});\n}}\n"
+            "template <class P> void call(void (*kernel)(P), const void *p) { kernel(*(const P *)p); }\n"
+            'extern "C" int run(const void *p, int ctas, int threads, int cluster, int seed) {\n'
+            f"  return launch(ctas, threads, cluster, seed, [&] {{ call({name}, p); }});\n}}\n"
         )
     library = folder / "kernel.so"
     # else libraries of one process would share variables, and who comes first would set them

@@ -99,14 +99,6 @@ struct Addends {
   }
 };
 
-__device__ __forceinline__ float4 load_shared(u32 at) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(at)
-               : "memory");
-  return x;
-}
 // Send what others finish; true if this warp finishes something, then `own` is all parts' sum. `parts`:
 // WARP_PARTS_BYTES bytes for each of CONSUMERS / SPLIT warps; `barriers`: one for each of CONSUMERS.
 __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own)[OWN][4], u32 parts,

@@ -44,7 +44,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
       }
       if constexpr (CLUSTER > 1)
         for (int w = 0; w < CONSUMERS; ++w) mbarrier_init(received + w * 8, 1);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      fence_mbarrier_init();
     }
     __syncwarp();
   }

@@ -106,9 +106,8 @@ def stream_order() -> list[str]:
         for launch in launches:
             name = f"`{op}`" + (f": {launch.case}" if launch.case else "")
             fence = "yes" if launch.fence else "–"
-            lines.append(
-                [name, named(launch.reads_early), named(launch.writes), launch.waits, launch.triggers, fence]
-            )
+            early = named((*launch.reads_early, *launch.reads_of_ahead))
+            lines.append([name, early, named(launch.writes), launch.waits, launch.triggers, fence])
             if launch.why:
                 reasons += wrapped(f"{name}: {launch.why}.")
     legend = [

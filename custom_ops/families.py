@@ -105,6 +105,7 @@ FAMILIES = (
         "experts",
         EXPERTS,
         {"route_experts": RouteCall, "apply_experts": ExpertsCall},
+        cuda=("apply_experts",),
         native=("apply_experts",),
     ),
     Family(

@@ -78,7 +78,7 @@ def test_every_op_is_there_and_nothing_else() -> None:
         assert launch.triggers in TRIGGERS, (op, launch)
         assert launch.early or not launch.reads_early, (op, launch)
         arguments = re.findall(r"\bTensor(?:\([a-z]!\))?\??\s+(\w+)", SCHEMAS[op])
-        for tensor in (*launch.writes, *launch.reads_early):
+        for tensor in (*launch.writes, *launch.reads_early, *launch.reads_of_ahead):
             assert " " in tensor or tensor in (*arguments, "everything", "scratch"), (
                 f"{op} has no argument {tensor}"
             )
@@ -121,6 +121,20 @@ def test_what_is_read_early_is_written_by_kernels_that_hold_back() -> None:
     assert all(launch.fence for _, launch in writers(CONTEXT)), (
         "what is copied before a wait must be visible when its writer ends"
     )
+
+
+def test_what_a_kernel_in_front_has_waited_for() -> None:
+    """Whatever may have written it: the op's own kernel in front lets this one begin behind its wait, and
+    does not write it."""
+    found = 0
+    for op, launches in STREAM_ORDER.items():
+        for n, launch in enumerate(launches):
+            if launch.reads_of_ahead:
+                ahead = launches[n - 1] if n else None
+                assert ahead is not None and (ahead.waits, ahead.triggers) == ("first", "wait"), (op, launch)
+                assert not set(ahead.writes) & set(launch.reads_of_ahead), (op, launch)
+                found += 1
+    assert found
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.split(":")[0].endswith(".py")])
@@ -234,7 +248,7 @@ def complaints(launch: Launch, steps: list[str]) -> list[str]:
     if launch.waits == "first" and wait is not None:
         if "store" in steps[:wait]:
             found.append(f"stores before it waits: {steps}")
-        if reads_before_a_wait(steps) != bool(launch.reads_early):
+        if reads_before_a_wait(steps) != bool(launch.reads_early or launch.reads_of_ahead):
             found.append(f"reads early {launch.reads_early}, but {steps}")
         if (launch.triggers == "start" and "trigger" in steps[wait:]) or (
             launch.triggers == "wait" and steps[wait + 1] != "trigger"
@@ -426,3 +440,15 @@ def test_linear_ptx(tmp_path: Path, tokens: int, rows: int, case: str) -> None:
     ptx, _ = compiled(tmp_path, source_of(expected.kernel).name, config, "ptx")
     steps = order(ptx.replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
     assert not complaints(expected, steps)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["experts_gate_up", "experts_down"])
+def test_few_experts_ptx(tmp_path: Path, name: str) -> None:
+    from torchpaged.custom_ops.experts.cuda.few_experts import ExpertsSpec
+
+    expected = row("apply_experts", name)
+    config = ExpertsSpec(1024, 128, 256, 4, 1, False, True, 4, 4, 1).config()
+    ptx, _ = compiled(tmp_path, source_of(expected.kernel).name, config, "ptx")
+    of_kernel = ptx[ptx.index(f".entry {name}(") :].split(".entry ")[1]
+    assert not complaints(expected, order(of_kernel))

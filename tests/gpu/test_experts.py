@@ -16,6 +16,8 @@ from op_inputs.experts import (
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.experts.call import ExpertsCall
+from torchpaged.custom_ops.experts.cuda import few_experts
 
 pytestmark = pytest.mark.gpu
 TRITON = BACKEND_OPS["triton"]
@@ -47,19 +49,39 @@ def test_route_of_models(width: int) -> None:
     assert_route_close(TRITON, make_route_inputs(**options, dtype=torch.bfloat16, device="cuda"))
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("num_tokens", [1, 7, 64])
 @pytest.mark.parametrize("case", SIZES)
-def test_experts_of_models(case: str, num_tokens: int) -> None:
+def test_experts_of_models(case: str, num_tokens: int, backend: str) -> None:
     options = {**SIZES[case], "num_tokens": num_tokens, "residual": True}
-    assert_experts_close(TRITON, make_experts_inputs(**options, dtype=torch.bfloat16, device="cuda"))
+    inputs = make_experts_inputs(**options, dtype=torch.bfloat16, device="cuda")
+    assert_experts_close(BACKEND_OPS[backend], inputs)
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
-    inputs = make_experts_inputs(**SIZES["v2_lite"], num_tokens=24, dtype=torch.bfloat16, device="cuda")
-    assert_token_is_alone(TRITON, inputs)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["twice", "outside", "skips"])
+def test_few_tokens_of_the_cuda_backend(case: str, dtype: torch.dtype) -> None:
+    """Experts twice in a token, none at all, in the kernel for at most 8 tokens."""
+    sizes = {"num_experts": 16, "top_k": 4, "hidden": 1024, "inner": 256, "shared": 128, "shared_gate": True}
+    inputs = make_experts_inputs(
+        **sizes, **{case: True}, num_tokens=5, residual=True, activation="gelu", dtype=dtype, device="cuda"
+    )
+    assert few_experts.why_not(ExpertsCall(**inputs), (9, 0)) is None
+    assert_experts_close(BACKEND_OPS["cuda"], inputs)
 
 
-def test_layers_in_a_graph() -> None:
+@pytest.mark.parametrize(("backend", "num_tokens"), [("triton", 24), ("cuda", 8)])
+def test_a_token_does_not_depend_on_the_others(backend: str, num_tokens: int) -> None:
+    inputs = make_experts_inputs(
+        **SIZES["v2_lite"], num_tokens=num_tokens, dtype=torch.bfloat16, device="cuda"
+    )
+    BACKEND_OPS[backend].apply_experts(**inputs)
+    inputs["residual"] = -inputs["out"].clone()  # the last bits of float32 are left
+    assert_token_is_alone(BACKEND_OPS[backend], inputs)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_layers_in_a_graph(backend: str) -> None:
     """Ten mixtures one behind the other, whose kernels start early: what a replay gives for other tokens is
     what eager calls give."""
     layers = [
@@ -78,10 +100,10 @@ def test_layers_in_a_graph() -> None:
     def run() -> torch.Tensor:
         x = first
         for route, experts in layers:
-            TRITON.route_experts(**{**route, "x": x})
+            BACKEND_OPS[backend].route_experts(**{**route, "x": x})
             out = torch.empty_like(x)
             routed = {"ids": route["ids"], "weights": route["weights"]}
-            TRITON.apply_experts(**{**experts, **routed, "x": x, "residual": x, "out": out})
+            BACKEND_OPS[backend].apply_experts(**{**experts, **routed, "x": x, "residual": x, "out": out})
             x = out
         return x
 

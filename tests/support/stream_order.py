@@ -22,6 +22,9 @@ class Launch(NamedTuple):
         kernel: ``file:function``; the file's name alone, since it is unique.
         case: which calls are served; empty: all of the op's that reach this kernel.
         reads_early: what it reads before its wait. Everything else it reads behind it.
+        reads_of_ahead: what it reads before its wait, too, but may be written by kernels that trigger: the
+            op's kernel in front of it, in the row above, waits first and triggers behind its wait, so that
+            what was ahead of both is complete.
         writes: tensors of the op that it stores to, always behind its wait; ``scratch`` where it stores to
             scratch memory alone. Beside tensors that is left out, as semaphores are everywhere.
         waits: one of `WAITS`.
@@ -39,6 +42,7 @@ class Launch(NamedTuple):
     fence: bool = False
     case: str = ""
     why: str = ""
+    reads_of_ahead: tuple[str, ...] = ()
 
     @property
     def early(self) -> bool:
@@ -362,6 +366,23 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "one_token.py:token_out_kernel", ("out",), "start", ("shared_down",), case="one token, output"
         ),
+        Launch(
+            "few_experts.cu:experts_gate_up",
+            SCRATCH,
+            "wait",
+            ("shared_gate_up",),
+            case="cuda, few tokens: gate and up",
+            why="the kernel behind it reads ids and weights early",
+        ),
+        Launch(
+            "few_experts.cu:experts_down",
+            ("out",),
+            "start",
+            ("down", "shared_down"),
+            case="cuda, few tokens: down",
+            why="ids and weights were there when the kernel in front of it had waited",
+            reads_of_ahead=("ids", "weights"),
+        ),
         Launch("apply_experts.py:experts_inner_kernel", SCRATCH, "start", case="gate and up"),
         Launch("apply_experts.py:experts_down_kernel", SCRATCH, "start", case="down"),
         Launch("apply_experts.py:experts_sum_kernel", ("out",), "start", case="sum of a token's experts"),
@@ -398,7 +419,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
 
 
 #: Weights, which no kernel of a step writes.
-CONSTANTS = ("weight", "bias", "norm_weight", "up_keys", "up_values", "shared_gate_up", "shared_down")
+CONSTANTS = ("weight", "bias", "norm_weight", "up_keys", "up_values", "shared_gate_up", "shared_down", "down")
 
 
 def reads_early() -> list[str]:

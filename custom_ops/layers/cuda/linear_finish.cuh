@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
           y[c] *= scales[u][0][c];
           z[c] *= scales[u][HALVES - 1][c];
         }
-        if (GATED) y[c] = activate(y[c]) * z[c];
+        if (GATED) y[c] = activate<ACTIVATION>(y[c]) * z[c];
         if constexpr (RESIDUAL) y[c] += residual[u][c];
       }
       const int n = tile * OUT_ROWS + rows[u];

@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_output(const float (&own)[OWN][4], const O
             gate *= addends.scale[0];
             up *= addends.scale[1];
           }
-          y[c] = activate(gate) * up;
+          y[c] = activate<ACTIVATION>(gate) * up;
         }
       } else {
 #pragma unroll

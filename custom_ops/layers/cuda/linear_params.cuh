@@ -1,6 +1,7 @@
 // What the linear kernels share: arguments, sizes that follow from their configuration, activations.
 #pragma once
 
+#include "../../cuda/activation.cuh"
 #include "../../cuda/machine.cuh"
 #include "linear_config.cuh"
 
@@ -26,15 +27,3 @@ constexpr int LINE = 128;                                 // bytes of a chunk's 
 #else
 #define CLUSTERED
 #endif
-
-__device__ __forceinline__ float activate(float x) {
-  if constexpr (ACTIVATION == 1)
-    // beyond 2^126 the fast division gives 0 for any x
-    return __fdividef(x, 1.f + exp2_(fminf(-x * LOG2E, 126.f)));
-  else if constexpr (ACTIVATION == 2)
-    return 0.5f * x * (1.f + tanh_(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-  else if constexpr (ACTIVATION == 3)
-    return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
-  else
-    return x;
-}

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from torchpaged.custom_ops.cuda.activations import ACTIVATIONS
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.layers.call import LinearCall
 from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
 
 MAX_TOKENS = 64
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 NORM_THREADS = 256  # of a token's norm
 _KEPT = 2048  # bytes of a CTA's shared memory, by the hardware and for small things
 _LINE = 128  # bytes of a chunk's 64 numbers

@@ -21,6 +21,7 @@ from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_config
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.experts.cuda.few_experts import FEW_EXPERTS, ExpertsSpec
 from torchpaged.custom_ops.indexer.cuda.index_logits import LOGITS, LogitsSpec
 from torchpaged.custom_ops.indexer.cuda.top_k_indices import TOP_K, top_k_config
 from torchpaged.custom_ops.layers.cuda import linear_shape
@@ -36,7 +37,7 @@ from torchpaged.custom_ops.state.cuda.mamba2_step import MAMBA2_STEP, Mamba2Step
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
 OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS, DELTA_PASS, KEY_CHUNKS)
-TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, *OF_STATES)}
+TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, FEW_EXPERTS, *OF_STATES)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
 
@@ -71,6 +72,7 @@ def examples() -> dict[str, Config]:
         "mamba2_step_config.cuh": Mamba2StepSpec(
             128, 64, 48, 48, 1, 4, False, True, False, False, False, True
         ).config(),
+        "few_experts_config.cuh": ExpertsSpec(2048, 1408, 2816, 6, 1, False, True, 4, 4, 1).config(),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }
 

@@ -1,0 +1,142 @@
+"""Launches of ``few_experts.cu``: `apply_experts` of at most 8 tokens, which calls it takes and how
+their work is cut, by shapes and dtypes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.activations import ACTIVATIONS
+from torchpaged.custom_ops.cuda.config import Config, Table
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.params import struct_of
+from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
+from torchpaged.custom_ops.experts.call import ExpertsCall
+
+FILE = "few_experts.cu"
+MAX_TOKENS, MAX_EXPERTS, PIECE, WARPS = 8, 512, 128, 8  # as the source has them
+_STAGE_BYTES = WARPS * 16 * PIECE * 2
+#: Pieces of a warp on their way or in use, and on their way at once ahead of the wait (docs/log/experts.md).
+STAGES, DOWN_STAGES, EARLY = 4, 4, 1
+
+
+class ExpertsSpec(NamedTuple):
+    """What the kernels are compiled for; the constants of the same names."""
+
+    hidden: Annotated[int, "width of a token's row"]
+    inner: Annotated[int, "inner numbers of an expert"]
+    shared: Annotated[int, "of the shared one, 0: there is none"]
+    top_k: Annotated[int, "experts of a token"]
+    activation: Annotated[int, "of gate: 1 silu, 2 gelu (tanh), 3 gelu (erf)"]
+    half: Annotated[bool, "numbers are float16, else bfloat16"]
+    pdl: Annotated[bool, "launched early: programmatic dependent launch"]
+    stages: Annotated[int, "pieces on their way or in use, per warp: gate and up"]
+    down_stages: Annotated[int, "the same of down"]
+    early: Annotated[int, "pieces of a warp on their way at once ahead of the wait"]
+
+    @classmethod
+    def of(cls, call: ExpertsCall, early: bool) -> ExpertsSpec:
+        """Of a call that `why_not` lets pass."""
+        _, hidden, inner = call.down.shape
+        return cls(
+            hidden=hidden,
+            inner=inner,
+            shared=0 if call.shared_down is None else call.shared_down.shape[1],
+            top_k=call.ids.shape[1],
+            activation=ACTIVATIONS[call.activation],
+            half=call.x.dtype == torch.float16,
+            pdl=early,
+            stages=STAGES,
+            down_stages=DOWN_STAGES,
+            early=EARLY,
+        )
+
+    def config(self) -> Config:
+        """The constants."""
+        return FEW_EXPERTS.of(self)
+
+
+FEW_EXPERTS = Table.of_fields(ExpertsSpec, "few_experts_config.cuh", (FILE,), "DeepSeek-V2-Lite")
+
+
+@functools.cache
+def _kernel(name: str, spec: ExpertsSpec, stages: int, index: int) -> Kernel:
+    device = torch.device("cuda", index)
+    return jit.kernel(FILE, name, spec.config(), device, shared_bytes=stages * _STAGE_BYTES)
+
+
+def why_not(call: ExpertsCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernels can't take a call, or None. Shapes, dtypes, strides and addresses only."""
+    if reason := not_hopper(capability):
+        return reason
+    if call.x.dim() != 2 or call.ids.dim() != 2 or call.down.dim() != 3:
+        return "not matrices"
+    if call.x.dtype not in (torch.bfloat16, torch.float16):
+        return f"{call.x.dtype}, not bfloat16 or float16"
+    tokens, (experts, hidden, inner), top_k = call.x.shape[0], call.down.shape, call.ids.shape[1]
+    if not 1 <= tokens <= MAX_TOKENS or not 1 <= top_k <= 32:
+        return f"{tokens} tokens of {top_k} experts: 1 to {MAX_TOKENS}, of 1 to 32"
+    if experts > MAX_EXPERTS:
+        return f"{experts} experts, not {MAX_EXPERTS}"
+    shared = () if call.shared_down is None else (call.shared_down.shape[-1],)
+    if (
+        hidden not in range(1024, 4097, PIECE * WARPS)
+        or not inner
+        or any(n % PIECE for n in (inner, *shared))
+    ):
+        return f"rows of {hidden} and {inner}: multiples of {PIECE * WARPS}, up to 4,096, and of {PIECE}"
+    rows = [("x", call.x, 1), ("gate_up", call.gate_up, 2), ("down", call.down, 2)]
+    for name in ("shared_gate_up", "shared_down", "residual"):
+        if (tensor := getattr(call, name)) is not None:
+            rows.append((name, tensor, 1))
+    if call.shared_gate is not None:
+        rows.append(("shared_gate", call.shared_gate, 0))
+    return unaligned(*rows)
+
+
+def apply_few(call: ExpertsCall) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    x, gate_up, down, ids, weights, out, _, shared_gate_up, shared_down, shared_gate, residual = call
+    index = x.device.index or 0
+    spec = ExpertsSpec.of(call, gpu.launches_early(index))
+    num_sms, experts = gpu.num_sms(index), min(ids.numel(), down.shape[0])
+    inner = x.new_empty(MAX_TOKENS * (spec.shared + experts * spec.inner))
+
+    def stride(tensor: torch.Tensor | None, dim: int = 0) -> int:
+        return 0 if tensor is None else tensor.stride(dim)
+
+    params = struct_of(FILE)(
+        x=x.data_ptr(),
+        gate_up=gate_up.data_ptr(),
+        shared_gate_up=address(shared_gate_up),
+        down=down.data_ptr(),
+        shared_down=address(shared_down),
+        shared_gate=address(shared_gate),
+        residual=address(residual),
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        inner=inner.data_ptr(),
+        out=out.data_ptr(),
+        x_token=x.stride(0),
+        gate_up_expert=gate_up.stride(0),
+        gate_up_row=gate_up.stride(1),
+        shared_gate_up_row=stride(shared_gate_up),
+        down_expert=down.stride(0),
+        down_row=down.stride(1),
+        shared_down_row=stride(shared_down),
+        residual_token=stride(residual),
+        out_token=out.stride(0),
+        tokens=x.shape[0],
+        num_experts=down.shape[0],
+    )
+    units = (spec.shared + experts * spec.inner) // 8
+    launches = (
+        ("experts_gate_up", spec.stages, units),
+        ("experts_down", spec.down_stages, spec.hidden // 16),
+    )
+    for name, stages, ctas in launches:
+        kernel = _kernel(name, spec, stages, index)
+        kernel.launch(min(ctas, num_sms), WARPS * 32, params, early=spec.pdl)

@@ -1,0 +1,14 @@
+// What few_experts.cu is compiled for. Generated: each specialisation has one of its own. The file of this
+// name in the repository is an example, DeepSeek-V2-Lite, and no kernel is compiled with it.
+#pragma once
+
+inline constexpr int HIDDEN = 2048;            // width of a token's row
+inline constexpr int INNER = 1408;             // inner numbers of an expert
+inline constexpr int SHARED = 2816;            // of the shared one, 0: there is none
+inline constexpr int TOP_K = 6;                // experts of a token
+inline constexpr int ACTIVATION = 1;           // of gate: 1 silu, 2 gelu (tanh), 3 gelu (erf)
+inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
+inline constexpr bool PDL = true;              // launched early: programmatic dependent launch
+inline constexpr int STAGES = 4;               // pieces on their way or in use, per warp: gate and up
+inline constexpr int DOWN_STAGES = 4;          // the same of down
+inline constexpr int EARLY = 1;                // pieces of a warp on their way at once ahead of the wait

@@ -15,6 +15,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 at, int bytes) {
 __device__ __forceinline__ void mbarrier_arrive(u32 at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
+// An arrival when all that this thread asked for by cp.async is there.
+__device__ __forceinline__ void mbarrier_arrive_behind_copies(u32 at) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
 // Waits for a phase of a barrier in this CTA's memory, completed by copies that this CTA asked for, its
 // warps, or CTAs of its cluster.
 __device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {

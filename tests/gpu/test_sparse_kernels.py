@@ -76,9 +76,9 @@ def test_selected(
 
 
 @pytest.mark.parametrize(("kind", "top_k"), [("some", 2048), ("all", 4096), ("beyond", 11)])
-@pytest.mark.parametrize(("num_heads", "block_size"), [(64, 64), (128, 32)])
+@pytest.mark.parametrize(("num_heads", "block_size"), [(64, 64), (128, 32), (64, 128)])
 def test_selected_by_many_heads(num_heads: int, block_size: int, kind: str, top_k: int) -> None:
-    """One CTA for a token's positions; 4,096 of them take two."""
+    """By latent_selected.cu; blocks of 128 by selected.cu, where 4,096 positions take two CTAs."""
     dtype = torch.bfloat16 if top_k == 2048 else torch.float16
     options = {"causal": top_k != 11}
     check_selected(MANY, top_k, kind, options, num_heads=num_heads, block_size=block_size, dtype=dtype)

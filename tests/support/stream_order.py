@@ -233,6 +233,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="begins when each CTA of the kernel in front of it has waited",
         ),
         Launch("selected.cu:attend_selected", OUT, "start", METADATA, case="cuda, indices on Hopper"),
+        Launch("latent_selected.cu:latent_selected", OUT, "start", LENGTHS, case="cuda, indices, many heads"),
         Launch("selected_few.cu:attend_few", SCRATCH, "start", METADATA, case="cuda, few with indices"),
         Launch("selected_few_merge.cu:merge_few", OUT, "start", case="cuda, merge of these parts"),
     ),

@@ -13,7 +13,8 @@
 constexpr float LAZY = 8.f;
 constexpr int WEIGHTS = 1, SUMS = 3, OF_WARPGROUP = 4;  // named barriers: two, one, two
 
-template <int ME> struct Warpgroup {
+// SELECTED: keys are gathered by positions, halves of tiles at once (latent_selected_load.cuh).
+template <int ME, bool SELECTED = false> struct Warpgroup {
   static constexpr int OTHER = 1 - ME;
   const Params &p;
   char *memory;
@@ -27,8 +28,11 @@ template <int ME> struct Warpgroup {
     return shared + slot * TILE_BYTES + square * SQUARE_BYTES;
   }
   __device__ __forceinline__ void wait_full(int slot, int square) const {
-    // arrive: the producer, with all bytes of the square
+    // a half is told of at its first square; the rotated keys come with the half that comes last
+    if (SELECTED && (square % HALF_SQUARES || square == SQUARES - 1)) return;
+    // arrive: the producer, with all bytes of the square; or the producers' threads, with those of the half
     mbarrier_wait(full_at(shared, slot, square), phases >> slot & 1);
+    if (SELECTED) fence_async();  // lanes copied them, not the copy engine
   }
   __device__ __forceinline__ void release(int slot) const {
     if (lane == 0) mbarrier_arrive(empty_at(shared, slot, ME));
@@ -106,7 +110,14 @@ template <int ME> struct Warpgroup {
   // rows.
   __device__ __forceinline__ void mask(float (&x)[32], float (&top)[2], const Segment &s, int tile,
                                        int first_row) const {
-    if ((tile + 1) * TILE_KV > row_of(first_row, s.start, s.query_len, s.seq_len).end) {
+    if constexpr (SELECTED) {
+      const u64 seen = *(const u64 *)(memory + SEEN_AT + ME * TILE_KV / 8) >> lane % 4 * 2;
+      if (__any_sync(ALL, (seen & 0x0303030303030303) != 0x0303030303030303)) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+          if (!(seen >> (i / 4 * 8 + i % 2) & 1)) x[i] = -INF;
+      }
+    } else if ((tile + 1) * TILE_KV > row_of(first_row, s.start, s.query_len, s.seq_len).end) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int end = row_of(first_row + row(e), s.start, s.query_len, s.seq_len).end - tile * TILE_KV;
@@ -171,7 +182,7 @@ template <int ME> struct Warpgroup {
     float x[32], top[2], factor[2];
     u32 weights[4][4];
     for (int tile = s.first; tile < s.last; tile += 2) {
-      clear_tail(s, tile);
+      if constexpr (!SELECTED) clear_tail(s, tile);
       scores(x);
       wgmma_wait<0>();
       if (tile + 2 >= s.last) release_queries();
@@ -197,7 +208,7 @@ template <int ME> struct Warpgroup {
     u32 weights[4][4];
     int tile = s.first;
     for (; tile + 1 < s.last; tile += 2) {
-      clear_tail(s, tile + 1);
+      if constexpr (!SELECTED) clear_tail(s, tile + 1);
       scores(x);
       wgmma_wait<0>();
       if (tile + 2 >= s.last) release_queries();
@@ -263,7 +274,7 @@ template <int ME> struct Warpgroup {
         ((float4 *)slot)[(ME * 32 + n) * 128 + thread] =
             float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]};
   }
-  __device__ __forceinline__ void run(Walk walk, int group) {
+  template <class W> __device__ __forceinline__ void run(W walk, int group) {
     int parity = 0;
     phases = 0;
     Segment s;

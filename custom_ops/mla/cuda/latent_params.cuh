@@ -18,12 +18,13 @@ struct Params {  // packed by custom_ops/mla/cuda/latent.py, in this order
   char *out;
   float *lse;
   const int *table, *seq_lens, *starts;
+  const int *indices;  // of latent_selected.cu
   float *parts;  // SLOT_FLOATS for each of two slots of each group of CTAs and tile of rows
-  const char *rows;  // of fp8, else `kv`
-  i64 q_token, q_head, o_token, o_head, l_token, l_head, table_row;  // strides in elements
+  const char *rows;  // of fp8, or selected ones, else `kv`
+  i64 q_token, q_head, o_token, o_head, l_token, l_head, table_row, indices_row;  // strides in elements
   i64 rows_block, rows_slot;                                         // in bytes
   float scale;
-  int num_reqs, num_tokens, num_blocks, block_group, row_tiles, groups;
+  int num_reqs, num_tokens, num_blocks, block_group, row_tiles, groups, top_k;
 };
 static_assert(sizeof(Params) == 320, "as custom_ops/mla/cuda/latent.py packs it");
 

@@ -5,7 +5,7 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import hopper_or_triton
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention
-from torchpaged.custom_ops.mla.cuda import latent, selected, shape
+from torchpaged.custom_ops.mla.cuda import latent, latent_selected, selected, shape
 
 
 def mla_attention(call: LatentCall) -> None:
@@ -24,7 +24,10 @@ def mla_attention(call: LatentCall) -> None:
 def _launch(call: LatentCall) -> None:
     num_sms = gpu.num_sms(call.q.device.index or 0)
     if call.indices is not None:
-        selected.attend(call, num_sms)
+        if latent_selected.why_not(call, gpu.capability(call.q.device.index or 0)) is None:
+            latent_selected.attend(call)
+        else:
+            selected.attend(call, num_sms)
     else:
         latent.attend(call, shape.LatentSpec.of(call, num_sms))
 
@@ -38,4 +41,6 @@ def route(call: LatentCall) -> str | None:
     capability = gpu.capability(call.q.device.index or 0)
     if call.indices is None:
         return shape.why_not(call, capability)
+    if latent_selected.why_not(call, capability) is None:
+        return None
     return selected.why_not(call, capability) or selected.why_slower(call)

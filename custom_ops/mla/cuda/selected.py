@@ -86,22 +86,36 @@ SELECTED = Table.of_fields(
 )
 
 
-def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
-    """Why the kernel can't take a call with indices, or None. Shapes, dtypes, strides and addresses only."""
-    q, pool, out, rank, indices = call.q, call.kv_cache, call.out, call.rank, call.indices
+def why_none(call: LatentCall, capability: tuple[int, int]) -> str | None:
+    """Why no kernel for Hopper can take a call with indices, or None. Shapes, dtypes, strides and addresses
+    only."""
+    q, pool, indices = call.q, call.kv_cache, call.indices
     if reason := not_hopper(capability):
         return reason
-    if indices is None or indices.dim() != 2 or q.dtype not in _DTYPES or pool.dtype != q.dtype:
+    if indices is None or indices.dim() != 2 or q.dtype not in _DTYPES:
         return f"{q.dtype} and {pool.dtype}, not bfloat16 or float16"
     if call.output_scale is not None:
         return "output_scale: numbers of e4m3"
-    if rank % 128 or not 0 < rank <= 512 or q.shape[2] % 64 or not 0 < q.shape[2] - rank <= 64:
-        return f"{rank} + {q.shape[2] - rank} columns"
-    if indices.shape[1] > MAX_KEYS * MAX_CLUSTER or indices.stride(1) != 1:
-        return f"{indices.shape[1]} positions: at most {MAX_KEYS * MAX_CLUSTER}, contiguous"
+    if indices.stride(1) != 1:
+        return "positions that are not contiguous"
     if pool.shape[0] * pool.shape[1] >= 2**31:
         return f"kv_cache with {pool.shape[0]} blocks"
-    return unaligned(("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3))
+    return unaligned(("q", q, 2), ("out", call.out, 2), ("kv_cache", pool, 3))
+
+
+def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
+    """Why ``selected.cu`` can't take a call with indices, or None. As `why_none`."""
+    if reason := why_none(call, capability):
+        return reason
+    q, rank, indices = call.q, call.rank, call.indices
+    assert indices is not None
+    if call.kv_cache.dtype != q.dtype:
+        return f"{q.dtype} and {call.kv_cache.dtype}, not bfloat16 or float16"
+    if rank % 128 or not 0 < rank <= 512 or q.shape[2] % 64 or not 0 < q.shape[2] - rank <= 64:
+        return f"{rank} + {q.shape[2] - rank} columns"
+    if indices.shape[1] > MAX_KEYS * MAX_CLUSTER:
+        return f"{indices.shape[1]} positions: at most {MAX_KEYS * MAX_CLUSTER}"
+    return None
 
 
 def why_slower(call: LatentCall) -> str | None:

@@ -81,7 +81,7 @@ class LatentSpec(NamedTuple):
 LATENT = Table.of_fields(
     LatentSpec,
     "latent_config.cuh",
-    ("latent.cu", "latent_pairs.cu", "latent_fp8.cu", "latent_merge.cu"),
+    ("latent.cu", "latent_pairs.cu", "latent_selected.cu", "latent_fp8.cu", "latent_merge.cu"),
     "DeepSeek-V3 on eight GPUs",
     Constant("STAGES", "int", "tiles of keys on their way or in use"),
     Constant("MIN_TILES", "int", "tiles of keys that a part of the work has at least"),

@@ -39,6 +39,11 @@ inline void mbarrier_arrive(u32 at) {
   --barriers.at(at).pending;
   completes(at);
 }
+inline void mbarrier_arrive_behind_copies(u32 at) {
+  races::commit(races::COPY);
+  races::wait(races::COPY, 0);
+  mbarrier_arrive(at);
+}
 inline void mbarrier_arrive_expect_tx(u32 at, int bytes) {
   barriers.at(at).bytes += bytes;
   mbarrier_arrive(at);

@@ -45,6 +45,17 @@ SPECS = {
 
 
 @needs_nvcc
+def test_selected_keys(tmp_path: Path) -> None:
+    """The producers keep four numbers in memory."""
+    config = latent_config(spec(64, max_groups=1))
+    constants = {"SHARED_BYTES": shared_bytes(config), "THREADS": threads_of(config)}
+    _, report = compiled(tmp_path / "k", "latent_selected.cu", config, constants=constants)
+    assert not re.findall(r"C75\d\d|serialized", report), report
+    (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", report))
+    assert spilled <= 16 and registers(report) <= 168, report
+
+
+@needs_nvcc
 @pytest.mark.parametrize("name", SPECS)
 def test_no_spills_in_the_loop_and_no_serialised_products(tmp_path: Path, name: str) -> None:
     """Some numbers are kept in memory with 16 rows over rows of fp8. Shared memory and threads are what

@@ -9,13 +9,14 @@ import pytest
 import torch
 from cuda_sources import compiled, needs_nvcc, registers
 
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.cuda import index_logits, top_k_indices
 from torchpaged.custom_ops.indexer.cuda.index_logits import LogitsSpec
 from torchpaged.custom_ops.indexer.cuda.top_k_indices import top_k_config
 from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.cuda import selected
+from torchpaged.custom_ops.mla.cuda import latent_selected, mla_attention, selected
 from torchpaged.custom_ops.mla.cuda.selected import SelectedSpec
 
 DECODE = SelectedSpec(512, 64, 16, 64, False, True, True, 1, 16, 16)
@@ -162,7 +163,7 @@ SPARSE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": torch.float32}, "torch.float32 and torch.float32, not bfloat16 or float16"),
     "another rank": ({"width": 320, "rank": 192}, "192 + 128 columns"),
     "e4m3 out": ({"output_scale": torch.empty(1, device="meta")}, "output_scale"),
-    "many positions": ({"top_k": 40000}, "40000 positions: at most 16384, contiguous"),
+    "many positions": ({"top_k": 40000}, "40000 positions: at most 16384"),
     "q apart": (
         {"q": torch.empty(2, 16, 580, dtype=torch.bfloat16, device="meta")[..., :576]},
         "q with strides (9280, 580, 1)",
@@ -203,6 +204,36 @@ def test_many_heads_of_few_tokens_and_logits_of_few_are_left_to_triton() -> None
         assert selected.why_slower(sparse_call(tokens=tokens, heads=heads)) is not None
     assert index_logits.why_slower(index_call(tokens=3)) is not None
     assert index_logits.why_slower(index_call(tokens=4)) is None
+
+
+def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a CTA, 64, and CTAs that are worth it; it has no most positions."""
+    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    for changed in (
+        {},
+        {"dtype": torch.float16},
+        {"heads": 33},
+        {"tokens": 32, "heads": 65},
+        {"top_k": 40000},
+    ):
+        call = sparse_call(**({"tokens": 64, "heads": 64} | changed))
+        assert latent_selected.why_not(call, (9, 0)) is None and mla_attention.route(call) is None
+    for changed, said in (
+        ({"tokens": 47}, "47 tokens of 64 heads"),
+        ({"heads": 32}, "64 tokens of 32 heads"),
+        ({"rank": 256, "width": 320}, "256 + 64 columns"),
+        (
+            {"kv_cache": torch.empty(5, 128, 1, 576, dtype=torch.bfloat16, device="meta")},
+            "blocks of 128 tokens",
+        ),
+        (
+            {"kv_cache": torch.empty(5, 64, 1, 656, dtype=torch.float8_e4m3fn, device="meta")},
+            "queries of torch.bfloat16 over rows of torch.float8_e4m3fn",
+        ),
+        ({"output_scale": torch.empty(1, device="meta")}, "output_scale"),
+    ):
+        call = sparse_call(**({"tokens": 64, "heads": 64} | changed))
+        assert (latent_selected.why_not(call, (9, 0)) or "").startswith(said), said
 
 
 def test_what_they_take() -> None:

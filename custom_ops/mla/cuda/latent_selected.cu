@@ -1,0 +1,38 @@
+// Sparse latent attention on Hopper for many heads: a CTA has 64 heads of a query token and all of its
+// positions. The products and their turns are those of latent_pairs.cu (latent_pairs_mainloop.cuh); in place
+// of the copy engine four warps gather keys by their positions (latent_selected_load.cuh).
+//
+// Why nothing here waits for ever: halves of tiles are filled and released in one order, which is that of the
+// products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
+// them alone.
+//
+// Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Sources: sparse attention
+// (arXiv:2512.02556), and that of the schedule in latent_pairs.cu.
+
+#include "latent_selected_load.cuh"
+#include "latent_pairs_mainloop.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_selected(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 shared = shared_address(memory);
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < 2; ++slot)
+      for (int half = 0; half < 2; ++half) {
+        mbarrier_init(full_at(shared, slot, half * HALF_SQUARES), HALF_ARRIVALS);
+        mbarrier_init(empty_at(shared, slot, half), 4);
+      }
+    mbarrier_init(shared + Q_FULL_AT, GATHER_THREADS);
+    mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
+    fence_mbarrier_init();
+  }
+  const Selection selection = open_selection(p, memory);
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp >= CONSUMER_THREADS / 32) {
+    give_registers<PRODUCER_REGISTERS>();
+    produce_selected(p, memory, shared, selection, warp - CONSUMER_THREADS / 32, lane);
+    return;
+  }
+  take_registers<CONSUMER_REGISTERS>();
+  if (warp < 4) Warpgroup<0, true>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(selection, 0);
+  else Warpgroup<1, true>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(selection, 0);
+}

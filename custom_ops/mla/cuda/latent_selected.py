@@ -1,0 +1,96 @@
+"""Launches of ``latent_selected.cu``: ``mla_attention`` with ``indices``, of many heads of many tokens."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.params import steps_of, struct_of
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda import selected
+from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes, threads_of
+
+#: Heads of a CTA; fewer than so many leave most of its products empty; CTAs from which on it is faster than
+#: the kernels that share a token's positions (docs/log/sparse_many.md).
+ROWS, MIN_HEADS, MIN_CTAS = 64, 33, 48
+
+
+def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
+    """Why a call goes to another kernel, or None. Shapes, dtypes, strides and addresses only."""
+    if reason := selected.why_none(call, capability):
+        return reason
+    (tokens, heads, width), rank, block_size = call.q.shape, call.rank, call.kv_cache.shape[1]
+    if call.kv_cache.dtype != call.q.dtype:
+        return f"queries of {call.q.dtype} over rows of {call.kv_cache.dtype}"
+    if (rank, width - rank) not in WIDTHS:
+        return f"{rank} + {width - rank} columns"
+    if block_size not in (16, 32, 64):
+        return f"blocks of {block_size} tokens, not 16, 32 or 64"
+    if heads < MIN_HEADS or tokens * -(-heads // ROWS) < MIN_CTAS:
+        return f"{tokens} tokens of {heads} heads"
+    return None
+
+
+def spec_of(call: LatentCall) -> LatentSpec:
+    """What the kernel of a call that `why_not` lets pass is compiled for."""
+    return LatentSpec(
+        rank=call.rank,
+        rope=call.q.shape[2] - call.rank,
+        num_heads=call.q.shape[1],
+        block_size=call.kv_cache.shape[1],
+        half=call.q.dtype == torch.float16,
+        fp8=False,
+        causal=call.causal,
+        lse=call.lse is not None,
+        rows=ROWS,
+        max_groups=1,  # no ranges, no merge
+        cluster=1,
+    )
+
+
+def attend(call: LatentCall) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    q, pool, out, indices = call.q, call.kv_cache, call.out, call.indices
+    assert indices is not None
+    index, spec, row_tiles = q.device.index or 0, spec_of(call), -(-q.shape[1] // ROWS)
+    kernel, threads = _specialised(index, spec)
+    params = struct_of("latent_selected.cu")(
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=address(call.lse),
+        table=call.block_table.data_ptr(),
+        seq_lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        indices=indices.data_ptr(),
+        rows=pool.data_ptr(),
+        **steps_of(q=q, o=out, l=call.lse),
+        table_row=call.block_table.stride(0),
+        indices_row=indices.stride(0),
+        rows_block=pool.stride(0) * pool.element_size(),
+        rows_slot=pool.stride(1) * pool.element_size(),
+        scale=call.scale * 1.4426950408889634,  # scores are in base 2
+        num_reqs=call.block_table.shape[0],
+        num_tokens=q.shape[0],
+        num_blocks=pool.shape[0],
+        row_tiles=row_tiles,
+        groups=1,
+        top_k=indices.shape[1],
+    )
+    kernel.launch(q.shape[0] * row_tiles, threads, params, early=gpu.launches_early(index))
+
+
+@functools.cache
+def _specialised(index: int, spec: LatentSpec) -> tuple[Kernel, int]:
+    """The kernel, and threads of a CTA."""
+    config, device = latent_config(spec), torch.device("cuda", index)
+    kernel = jit.kernel(
+        "latent_selected.cu",
+        "latent_selected",
+        config,
+        device,
+        shared_bytes=shared_bytes(config),
+    )
+    return kernel, threads_of(config)

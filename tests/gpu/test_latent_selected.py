@@ -1,0 +1,85 @@
+"""The CUDA C++ kernel of sparse latent attention for many heads, on Hopper, against the oracle."""
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.latent import (
+    SELECTIONS,
+    assert_sparse_close,
+    latent_tensors,
+    make_latent_batch,
+    run_mla_attention,
+    selected,
+)
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda import latent_selected
+from torchpaged.testing import BatchSpec
+
+pytestmark = pytest.mark.gpu
+CUDA = BACKEND_OPS["cuda"]
+#: Lengths of several tiles of 64, on their borders and around; drafts; prompts of more tokens than CTAs fit.
+BATCHES = {
+    "one": BatchSpec("one", (5000,), (1,)),
+    "edges": BatchSpec("edges", (64, 3, 0, 65, 700), (1,) * 5, padded_tokens=2),
+    "drafts": BatchSpec("drafts", (900, 8, -2), (3, 2, 4)),
+    "prompts": BatchSpec("prompts", (400, 90, 3000), (120, 30, 20)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
+        pytest.skip("the kernel runs on Hopper")
+    monkeypatch.setattr(latent_selected, "MIN_CTAS", 1)
+
+
+def check(
+    spec: BatchSpec, heads: int, block_size: int, dtype: torch.dtype, kind: str, **options: Any
+) -> None:
+    """Against the oracle; a second call gives the same bits."""
+    top_k = options.pop("top_k")
+    batch = make_latent_batch(
+        spec, rank=512, rope=64, device="cuda", num_heads=heads, block_size=block_size, dtype=dtype
+    )
+    options["indices"] = selected(batch, kind, top_k)
+    out, lse = run_mla_attention(CUDA, batch, **options)
+    call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale, **options)
+    assert latent_selected.why_not(call, (9, 0)) is None
+    assert_sparse_close(out, lse, batch, **options)
+    again, lse_again = run_mla_attention(CUDA, batch, **options)
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("kind", SELECTIONS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_selected(name: str, kind: str) -> None:
+    """Unwritten rows of the pool are NaN."""
+    number = SELECTIONS.index(kind)
+    heads, dtype = (64, 128, 33, 100)[number % 4], (torch.bfloat16, torch.float16)[number % 2]
+    top_k, causal = (2048, 200, 65)[number % 3], number != 3
+    check(BATCHES[name], heads, (64, 32, 16)[number % 3], dtype, kind, top_k=top_k, causal=causal)
+
+
+def test_one_capture_serves_other_lengths() -> None:
+    batch = make_latent_batch(
+        BatchSpec("longest", (1500,) * 4, (1,) * 4),
+        num_heads=64,
+        rank=512,
+        rope=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        block_size=64,
+    )
+    indices = selected(batch, "some", 300)
+    run_mla_attention(CUDA, batch, indices=indices)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run_mla_attention(CUDA, batch, indices=indices)
+    for seq_lens in ((1500, 3, 700, 64), (0, 129, 1, 1500), (1, 1, 0, 0)):
+        batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        graph.replay()
+        assert_sparse_close(out, lse, batch, indices)

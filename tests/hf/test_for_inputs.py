@@ -162,6 +162,21 @@ def test_models_that_keep_use_cache_from_their_attention(name: str) -> None:
                 model.generate(**call, past_key_values=cache, use_cache=False, **GREEDY)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "llama", "gpt2"])
+def test_another_prompt_without_use_cache_behind_padded_rows(name: str) -> None:
+    """Its mask, of ones, tells nothing of their padding; all of it would be written again in each step."""
+    model, inputs = model_of(name), padded_prompts()
+    model.set_attn_implementation("torchpaged")
+    ids = torch.randint(3, 90, (2, 30))  # more than are cached: its second step has all of them again
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    for flip in (False, True):  # whether the first row is padded
+        first = {key: given.flip(0) if flip else given for key, given in inputs.items()}
+        cache = PagedCache(model.config, 2, 256)
+        model.generate(**first, past_key_values=cache, **GREEDY)
+        with pytest.raises(ArgumentError, match="give it use_cache=True"):
+            model.generate(**call, past_key_values=cache, **GREEDY)
+
+
 @pytest.mark.parametrize("name", ["llama", "fused", "bloom", "falcon", "gemma2", "mpt", "xglm"])
 def test_assisted_generation_over_a_used_cache(name: str) -> None:
     """transformers runs all of the prompt again, behind itself: wrong tokens with its own cache. Attention

@@ -31,8 +31,9 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     first = rows.first_position(query_len if written else 0)
     positions = options.get("position_ids")  # None: attention does not get them, as Bloom's
     decodes = query_len == 1
-    rows.hands_use_cache_on |= bool(options.get("use_cache"))
     looked = written and rows.looked_at == rows.num_forwards
+    if written and not looked and not decodes:
+        rows.hands_use_cache_on |= bool(options.get("use_cache"))
     if not first or looked or (decodes and not _can_be_read(positions)):
         if first == 0 and _can_be_read(positions):
             rows.is_padded = not _end_at(positions, query_len)
@@ -42,11 +43,16 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = None if positions is None else int(positions.flatten()[0])
-    padded = rows.is_padded or any(rows.padding or ())  # of such rows masks tell
+    padding = rows.padding or [0]
+    padded = rows.is_padded or any(padding)  # of such rows masks tell
     # Attention of models that don't hand it on (OLMo 3, Qwen3-VL) always has False, the layers' default: the
-    # position tells, or that there are more tokens than before.
-    anew = start == 0 and not padded if start is not None else rows.hands_use_cache_on or query_len > first
-    if options.get("use_cache") is False and not decodes and anew:
+    # position of the first row tells, if its padding is known, or that there are more tokens than before.
+    if start is None:
+        anew = query_len > first
+    else:
+        anew = start == 0 < first - padding[0] and (any(padding) or not rows.is_padded)
+    is_told = rows.hands_use_cache_on or not written
+    if options.get("use_cache") is False and not decodes and (is_told or anew):
         expected = f"True behind the {first} tokens in the cache"
         raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
     if rows.expects_candidates and query_len > first and start in (None, 0):

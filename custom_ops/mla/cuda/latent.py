@@ -9,9 +9,12 @@ from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
 from torchpaged.custom_ops.cuda.params import steps_of, struct_of
+from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
 from torchpaged.custom_ops.mla.cuda.shape import (
+    CLUSTER,
+    WIDE_CLUSTER,
     LatentSpec,
     kernel_of,
     latent_config,
@@ -30,9 +33,10 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     kernel, merge, config = _specialised(index, spec)
     early = gpu.launches_early(index)
     row_tiles = -(-call.max_query_len * spec.num_heads // config["ROWS"])
-    groups = call.block_table.shape[0] * spec.cluster if spec.cluster > 1 else spec.max_groups // row_tiles
+    cluster = config["CLUSTER"]  # perhaps a narrower one than was asked for
+    groups = num_reqs * cluster if cluster > 1 else spec.max_groups // row_tiles
     parts = torch.empty(
-        groups * row_tiles * 2 * slot_floats(config) if groups > 1 and spec.cluster == 1 else 0,
+        groups * row_tiles * 2 * slot_floats(config) if groups > 1 and cluster == 1 else 0,
         dtype=torch.float32,
         device=q.device,
     )
@@ -70,13 +74,17 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
 
 @functools.cache
 def _specialised(index: int, spec: LatentSpec) -> tuple[jit.Kernel, jit.Kernel | None, Config]:
-    """The kernel, its merge unless parts meet in a cluster, and what they are compiled for."""
+    """The kernel, its merge unless parts meet in a cluster, and what they are compiled for: in clusters of
+    `CLUSTER` where the device has no room for a wide one."""
     config, device = latent_config(spec), torch.device("cuda", index)
     if spec.cluster == 1:
         jit.compile_ahead("latent_merge.cu", config, gpu.capability(index))
     kernel = jit.kernel(*kernel_of(config), config, device, shared_bytes=shared_bytes(config))
-    if spec.cluster > 8:
-        kernel.resident(threads_of(config), spec.cluster, spec.cluster)  # the device must be set to allow it
+    if spec.cluster == WIDE_CLUSTER:
+        try:  # the device must be set to allow it
+            kernel.resident(threads_of(config), spec.cluster, spec.cluster)
+        except BackendUnavailableError:  # no part of the chip has so many multiprocessors
+            return _specialised(index, spec._replace(cluster=CLUSTER))
     if spec.cluster > 1:
         return kernel, None, config
     return kernel, jit.kernel("latent_merge.cu", "latent_merge", config, device, shared_bytes=0), config

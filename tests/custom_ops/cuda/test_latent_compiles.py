@@ -1,6 +1,7 @@
 """The CUDA C++ kernel of latent attention without a GPU: which calls it takes; nvcc compiles its
 specialisations, without serialised products."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from cuda_sources import compiled, needs_nvcc, registers
 
 from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import latent, mla_attention, shape
 from torchpaged.custom_ops.mla.cuda.shape import (
@@ -127,6 +129,24 @@ def test_clusters_share_few_short_requests(
     made = call(heads=heads)
     table = made.block_table.new_empty(requests, columns)
     assert LatentSpec.of(made._replace(block_table=table), sms).cluster == cluster
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_clusters_are_narrower_where_wide_ones_do_not_fit(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no part of a chip has 16 multiprocessors."""
+
+    class Kernel:
+        def resident(self, threads: int, cluster: int, wanted: int) -> int:
+            if not fits:
+                raise BackendUnavailableError(f"no cluster of {cluster} CTAs fits the device")
+            return wanted
+
+    monkeypatch.setattr(latent.jit, "kernel", lambda *_, **__: Kernel())
+    monkeypatch.setattr(latent, "_specialised", functools.cache(latent._specialised.__wrapped__))
+    _, merge, config = latent._specialised(0, spec(16, cluster=16))
+    assert config["CLUSTER"] == (16 if fits else 8) and merge is None
 
 
 @pytest.mark.parametrize(

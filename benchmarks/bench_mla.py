@@ -1,12 +1,13 @@
-"""mla_attention's decode on a GPU, at DeepSeek's sizes: both backends, and FlashMLA where it is installed.
+"""mla_attention's decode on a GPU, at DeepSeek's sizes: both backends, FlashMLA and TileOps where installed.
 
     PYTHONPATH=. python benchmarks/bench_mla.py [--heads 128,16] [--batches 8,64] [--context 4096]
         [--block-size 64] [--tiles 64x32x8x2x1,...] [--seconds 60] [--output FILE]
 
 A correctness gate runs before every timing. Each round is one CUDA graph over several pools, together larger
 than the L2 cache; contenders are replayed in turns: the backends "cuda" and "triton", the latter with tiles
-of ``--tiles`` too (rows x keys x warps x stages x programs per multiprocessor), and "flash_mla" (the package
-sgl-flash-mla: blocks of 64, its schedule made outside of the timing). Figures are microseconds per call;
+of ``--tiles`` too (rows x keys x warps x stages x programs per multiprocessor), "flash_mla" (the package
+sgl-flash-mla: blocks of 64, its schedule made outside of the timing) and "tileops" (the package tileops on
+TileLang). Figures are microseconds per call;
 ``gb_per_s`` counts every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
 """
 
@@ -23,6 +24,7 @@ from measuring.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.triton import config
 
+Run = Callable[[dict[str, Any]], torch.Tensor]  # of a set of inputs, to what comes out
 RANK, ROPE = 512, 64
 ROUND_BYTES, CALLS = 256 << 20, 8
 
@@ -47,11 +49,12 @@ def inputs_of(num_reqs: int, num_heads: int, context: int, block_size: int, seed
 SCALE = 192**-0.5
 
 
-def attend(inputs: dict[str, Any], backend: str = "triton") -> None:
+def attend(inputs: dict[str, Any], backend: str = "triton") -> torch.Tensor:
     BACKEND_OPS[backend].mla_attention(**inputs, max_query_len=1, scale=SCALE)
+    return inputs["out"]
 
 
-def flash_mla(sets: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
+def flash_mla(sets: list[dict[str, Any]]) -> Run:
     """FlashMLA over batches of the same lengths; raises what its import raises."""
     import flash_mla as package  # type: ignore[import-not-found]
 
@@ -62,7 +65,7 @@ def flash_mla(sets: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
     )
     plan.have_initialized = True
 
-    def run(inputs: dict[str, Any]) -> None:
+    def run(inputs: dict[str, Any]) -> torch.Tensor:
         out, _ = package.flash_mla_with_kvcache(
             inputs["q"][:, None],
             inputs["kv_cache"],
@@ -74,7 +77,21 @@ def flash_mla(sets: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
             causal=True,
             use_legacy=True,
         )
-        inputs["out"] = out[:, 0]
+        return out[:, 0]
+
+    return run
+
+
+def tileops(sets: list[dict[str, Any]]) -> Run:
+    """TileOps' paged kernel; raises what its import raises."""
+    from tileops.attention import MLAPagedFwdOp  # type: ignore[import-not-found]
+
+    op = MLAPagedFwdOp(RANK, is_causal=True, sm_scale=SCALE)
+
+    def run(inputs: dict[str, Any]) -> torch.Tensor:
+        cache = inputs["kv_cache"][:, :, 0]
+        out, _ = op(inputs["q"][:, None], cache, inputs["block_table"], inputs["seq_lens"])
+        return out[:, 0]
 
     return run
 
@@ -87,14 +104,14 @@ def dense(inputs: dict[str, Any]) -> torch.Tensor:
     return weights @ rows[:, :RANK]
 
 
-def with_tiles(tiles: config.Tiles | None, call: Callable[[], None]) -> Callable[[], None]:
+def with_tiles(tiles: config.Tiles | None, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """``call`` with tiles in place of the kernel's own choice."""
 
-    def changed() -> None:
+    def changed() -> torch.Tensor:
         own = config.tiles
         config.tiles = own if tiles is None else lambda *_: tiles  # type: ignore[assignment]
         try:
-            call()
+            return call()
         finally:
             config.tiles = own
 
@@ -111,16 +128,17 @@ def measure(
         for seed in range(max(1, -(-ROUND_BYTES // row_bytes)))
     ]
     samplers, failed = {}, {}
-    contenders: dict[str, tuple[config.Tiles | None, Callable[[], Callable[[dict[str, Any]], None]]]] = {
+    contenders: dict[str, tuple[config.Tiles | None, Callable[[], Run]]] = {
         "cuda": (None, lambda: lambda inputs: attend(inputs, "cuda")),
         "flash_mla": (None, lambda: flash_mla(sets)),
+        "tileops": (None, lambda: tileops(sets)),
         **{name: (chosen, lambda: attend) for name, chosen in tiles.items()},
     }
     for name, (chosen, made) in contenders.items():
         try:
             run = made()
-            with_tiles(chosen, lambda run=run: run(sets[0]))()
-            error = float((sets[0]["out"][0].float() - dense(sets[0])).abs().max())
+            out = with_tiles(chosen, lambda run=run: run(sets[0]))()
+            error = float((out[0].float() - dense(sets[0])).abs().max())
             if not error < 2e-2:
                 raise AssertionError(f"off by {error}")
             calls: list[Call] = [

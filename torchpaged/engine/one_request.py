@@ -26,8 +26,8 @@ class OneRequestGraphs(PackedGraphRunner):
 
     Args:
         step: as of `PackedGraphRunner`.
-        rows: whose first one the other graphs begin (`DecodeRows.begin_first`). Without them where a logits
-            processor is called, which steps with prompts call each time.
+        rows: whose first one the other graphs begin (`DecodeRows.begin_first`). Without them where its stage
+            changes logits: steps with prompts call a logits processor each time.
         options: as of `PackedGraphRunner`.
     """
 

@@ -60,8 +60,10 @@ def forward(self: Any, input: Tensor) -> Tensor:
     name, is its class's."""
     if type(self) is not nn.Linear:
         return type(self).forward(self, input)
-    own = self._parameters  # a step comes here for every layer, and a module's attributes are slow to ask for
-    weight: Any = own.get("weight")
+    # A step comes here for every layer, and a module's attributes are slow to ask for.
+    found = self.__dict__
+    own = found["_parameters"]
+    weight: Any = None if "weight" in found or "bias" in found else own.get("weight")
     bias: Any = own.get("bias", self)  # a tensor in its place is no parameter
     if (
         not _is_plain(input)

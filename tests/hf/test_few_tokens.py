@@ -93,6 +93,10 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(module(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
         del module.bias
         module.bias = own
+        for name in ("weight", "bias"):  # in front of its parameter
+            module.__dict__[name] = getattr(module, name) * 2
+            assert torch.equal(module(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
+            del module.__dict__[name]
         dense, module.weight = module.weight, nn.Parameter(module.weight.to_sparse_csr(), requires_grad=False)
         torch.testing.assert_close(module(tokens(2)), F.linear(tokens(2), dense, module.bias))
         module.weight = dense

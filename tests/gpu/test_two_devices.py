@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 import torchpaged
 from torchpaged import AttentionMetadata, PagedAttention, PagedKVCache
 from torchpaged.backends import get_backend
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedCache, attach
 from torchpaged.layers import MLAAttention
 from torchpaged.testing import conformance_checks
 
@@ -167,3 +170,42 @@ def test_tokens_are_the_same(models: dict[str, Any], name: str, background: bool
             assert generator.stats.prefix_cache.hit_tokens > 0
     assert tokens[0] == tokens[1]
     assert tokens[1][: len(prompts)] == tokens[1][len(prompts) :]
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["as it is", "fused"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "deepseek_v3", "deepseek_v32", "gemma2"])
+def test_tokens_of_other_layers_are_the_same(name: str, fuse: bool) -> None:
+    """States, latents, an index, windows; more requests than rows."""
+    from model_coverage.architectures import model_of
+
+    prompts = [[(7 * i + 3 * j) % 90 + 5 for j in range(n)] for i, n in enumerate((5, 23, 1, 40, 12))]
+    tokens = []
+    for device in (FIRST, SECOND):
+        model = model_of(name).eval().to(device)
+        if hasattr(model, "set_experts_implementation"):  # in float32 the grouped product synchronises
+            model.set_experts_implementation("batched_mm")
+        if name.startswith("deepseek"):
+            attach(model)
+        sizes: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 64, "block_size": 16, "fuse": fuse}
+        with Generator(model, **sizes) as generator:
+            outputs = generator.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+            tokens.append([output.token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_generate_over_a_paged_cache(models: dict[str, Any], compiled: bool) -> None:
+    """transformers' own loop; it compiles decode steps, with CUDA graphs of torch's."""
+    ids = torch.randint(3, 499, (3, 50), generator=torch.Generator().manual_seed(0))
+    tokens = []
+    for device in (FIRST, SECOND):
+        torch._dynamo.reset()
+        model = copy.deepcopy(models[device])
+        model.set_attn_implementation("torchpaged")
+        cache = PagedCache(model.config, 3, 128)
+        options = {"do_sample": False, "disable_compile": not compiled, "eos_token_id": None}
+        given = {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+        out = model.generate(**given, past_key_values=cache, max_new_tokens=40, **options)
+        assert out.device == torch.device(device)
+        tokens.append(out.cpu())
+    assert torch.equal(tokens[0], tokens[1])

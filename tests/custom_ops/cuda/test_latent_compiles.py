@@ -181,6 +181,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "large blocks": ({"block_size": 128}, "blocks of 128 tokens"),
     "many rows": ({"heads": 128, "max_query_len": 2}, "queries of up to 2 tokens x 128 heads, not 128 rows"),
+    # tokens at negative positions see nothing; the kernel masks them where it is causal
+    "left padded": ({"causal": False, "max_query_len": 2}, "not causal, queries of up to 2 tokens"),
     "q apart": (
         {"q": torch.empty(2, 16, 580, dtype=torch.bfloat16, device="meta")[..., :576]},
         "q with strides (9280, 580, 1)",
@@ -200,7 +202,13 @@ def test_what_it_leaves_to_triton(name: str) -> None:
 
 
 def test_what_it_takes() -> None:
-    for changed in ({}, {"block_size": 16}, {"heads": 128}, {"dtype": torch.float16, "max_query_len": 8}):
+    for changed in (
+        {},
+        {"block_size": 16},
+        {"heads": 128},
+        {"dtype": torch.float16, "max_query_len": 8},
+        {"causal": False},
+    ):
         assert shape.why_not(call(**changed), (9, 0)) is None
     pool = torch.empty(5, 64, 1, 672, device="meta").to(ROW_DTYPE)[..., :656]
     for changed in ({}, {"dtype": torch.float16, "heads": 8, "max_query_len": 4}):

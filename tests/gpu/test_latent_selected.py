@@ -6,6 +6,7 @@ import pytest
 import torch
 from op_inputs.latent import (
     SELECTIONS,
+    as_fp8,
     assert_sparse_close,
     latent_tensors,
     make_latent_batch,
@@ -41,10 +42,11 @@ def check(
     spec: BatchSpec, heads: int, block_size: int, dtype: torch.dtype, kind: str, **options: Any
 ) -> None:
     """Against the oracle; a second call gives the same bits."""
-    top_k = options.pop("top_k")
+    top_k, fp8 = options.pop("top_k"), options.pop("fp8", False)
     batch = make_latent_batch(
         spec, rank=512, rope=64, device="cuda", num_heads=heads, block_size=block_size, dtype=dtype
     )
+    batch = as_fp8(batch) if fp8 else batch
     options["indices"] = selected(batch, kind, top_k)
     out, lse = run_mla_attention(CUDA, batch, **options)
     call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale, **options)
@@ -62,6 +64,13 @@ def test_selected(name: str, kind: str) -> None:
     heads, dtype = (64, 128, 33, 100)[number % 4], (torch.bfloat16, torch.float16)[number % 2]
     top_k, causal = (2048, 200, 65)[number % 3], number != 3
     check(BATCHES[name], heads, (64, 32, 16)[number % 3], dtype, kind, top_k=top_k, causal=causal)
+
+
+@pytest.mark.parametrize("kind", ["some", "all", "beyond", "none"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_selected_rows_of_fp8(name: str, kind: str) -> None:
+    heads = 128 if name == "edges" else 64
+    check(BATCHES[name], heads, 64, torch.bfloat16, kind, top_k=2048 if kind == "some" else 200, fp8=True)
 
 
 def test_one_capture_serves_other_lengths() -> None:

@@ -11,6 +11,8 @@
 
 #include "latent_pairs_mainloop.cuh"
 
+static_assert(!FP8, "the copy engine converts nothing");
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);

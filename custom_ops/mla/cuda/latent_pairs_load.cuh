@@ -5,9 +5,9 @@
 #include "latent_scheduler.cuh"
 
 constexpr int CONSUMER_THREADS = 256, QUERY_THREADS = 96, THREADS = CONSUMER_THREADS + 32 + QUERY_THREADS;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = FP8 ? 56 : 40, CONSUMER_REGISTERS = FP8 ? 224 : 232;
 constexpr int COLUMNS = RANK / 2, HALF_SQUARES = COLUMNS / 64;  // value columns of a warpgroup
-static_assert(RANK == 512 && !FP8, "columns of the instructions, whose rows are ROWS, 64");
+static_assert(RANK == 512, "columns of the instructions, whose rows are ROWS, 64");
 
 // Where in shared memory things are, in bytes from its begin; custom_ops/mla/cuda/shape.py counts the same.
 // First the two tiles.

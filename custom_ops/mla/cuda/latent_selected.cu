@@ -25,13 +25,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_selected(const _
     mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
     fence_mbarrier_init();
   }
-  const Selection selection = open_selection(p, memory);
-  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (warp >= CONSUMER_THREADS / 32) {
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32,
+            token = blockIdx.x / p.row_tiles, gathering = warp - CONSUMER_THREADS / 32;
+  const Token t = find_token(p, token, lane);
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  if (gathering >= 0) {
+    const Lookup look(p, token, t, gathering, lane);
+    const Rows rows = ask_first(p, shared, look, token, gathering, lane);
+    const Selection selection = open_selection(p, memory, token, t);
     give_registers<PRODUCER_REGISTERS>();
-    produce_selected(p, memory, shared, selection, warp - CONSUMER_THREADS / 32, lane);
+    produce_selected(p, memory, shared, selection, look, rows, gathering, lane);
     return;
   }
+  const Selection selection = open_selection(p, memory, token, t);
   take_registers<CONSUMER_REGISTERS>();
   if (warp < 4) Warpgroup<0, true>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(selection, 0);
   else Warpgroup<1, true>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(selection, 0);

@@ -12,6 +12,7 @@ from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes, threads_of
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 
 #: Heads of a CTA; fewer than so many leave most of its products empty; CTAs from which on it is faster than
 #: the kernels that share a token's positions (docs/log/sparse_many.md).
@@ -23,8 +24,9 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     if reason := selected.why_none(call, capability):
         return reason
     (tokens, heads, width), rank, block_size = call.q.shape, call.rank, call.kv_cache.shape[1]
-    if call.kv_cache.dtype != call.q.dtype:
-        return f"queries of {call.q.dtype} over rows of {call.kv_cache.dtype}"
+    dtypes = call.q.dtype, call.kv_cache.dtype
+    if dtypes[0] != dtypes[1] and dtypes != (torch.bfloat16, ROW_DTYPE):
+        return f"queries of {dtypes[0]} over rows of {dtypes[1]}"
     if (rank, width - rank) not in WIDTHS:
         return f"{rank} + {width - rank} columns"
     if block_size not in (16, 32, 64):
@@ -42,7 +44,7 @@ def spec_of(call: LatentCall) -> LatentSpec:
         num_heads=call.q.shape[1],
         block_size=call.kv_cache.shape[1],
         half=call.q.dtype == torch.float16,
-        fp8=False,
+        fp8=call.kv_cache.dtype == ROW_DTYPE,
         causal=call.causal,
         lse=call.lse is not None,
         rows=ROWS,
@@ -91,6 +93,7 @@ def _specialised(index: int, spec: LatentSpec) -> tuple[Kernel, int]:
         "latent_selected",
         config,
         device,
-        shared_bytes=shared_bytes(config),
+        # rows of fp8 are converted on their way: there, too, stand 16-bit numbers
+        shared_bytes=shared_bytes(latent_config(spec._replace(fp8=False))),
     )
     return kernel, threads_of(config)

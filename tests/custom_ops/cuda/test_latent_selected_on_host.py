@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda_sources import needs_gxx
 from kernels_on_host import HostKernel, assert_no_races
-from op_inputs.latent import assert_sparse_close, latent_tensors, make_latent_batch, selected
+from op_inputs.latent import as_fp8, assert_sparse_close, latent_tensors, make_latent_batch, selected
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -29,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
     ),
     "100 heads": ({"num_heads": 100, "dtype": torch.float16}, BatchSpec("c", (300,), (1,)), "twice", 200),
     "none": ({}, BatchSpec("d", (70, 30), (1, 1)), "none", 70),
+    "fp8": ({"fp8": True}, BatchSpec("f", (300, 5), (1, 2), padded_tokens=1), "some", 250),
     "one tile": ({"num_heads": 33, "block_size": 32}, BatchSpec("e", (64,), (1,)), "all", 64),
 }
 
@@ -39,7 +40,9 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec, kind, top_k = CASES[name]
     options = {"num_heads": 64, "dtype": torch.bfloat16, "block_size": 64} | options
+    fp8 = options.pop("fp8", False)
     batch = make_latent_batch(batch_spec, rank=512, rope=64, **options)
+    batch = as_fp8(batch) if fp8 else batch
     indices = selected(batch, kind, top_k)
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
 

@@ -209,8 +209,10 @@ def test_many_heads_of_few_tokens_and_logits_of_few_are_left_to_triton() -> None
 def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of a CTA, 64, and CTAs that are worth it; it has no most positions."""
     monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    fp8 = {"kv_cache": torch.empty(5, 64, 1, 656, dtype=torch.float8_e4m3fn, device="meta")}
     for changed in (
         {},
+        fp8,
         {"dtype": torch.float16},
         {"heads": 33},
         {"tokens": 32, "heads": 65},
@@ -226,10 +228,7 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
             {"kv_cache": torch.empty(5, 128, 1, 576, dtype=torch.bfloat16, device="meta")},
             "blocks of 128 tokens",
         ),
-        (
-            {"kv_cache": torch.empty(5, 64, 1, 656, dtype=torch.float8_e4m3fn, device="meta")},
-            "queries of torch.bfloat16 over rows of torch.float8_e4m3fn",
-        ),
+        ({"dtype": torch.float16, **fp8}, "queries of torch.float16 over rows of torch.float8_e4m3fn"),
         ({"output_scale": torch.empty(1, device="meta")}, "output_scale"),
     ):
         call = sparse_call(**({"tokens": 64, "heads": 64} | changed))

@@ -134,8 +134,8 @@ struct Lookup {
   int end, first;  // of what the token sees; of the share
 
   __device__ __forceinline__ Lookup(const Params &p, int token, Token t, int warp, int lane)
-      : p(p), indices(p.indices + token * p.indices_row), table(p.table + t.request * p.table_row), end(t.end),
-        first(warp * WARP_KEYS + lane % WARP_KEYS) {}
+      : p(p), indices(p.indices + token * p.indices_row), table(p.table + t.request * p.table_row),
+        end(t.end), first(warp * WARP_KEYS + lane % WARP_KEYS) {}
   __device__ __forceinline__ int position(int tile) const {
     const int i = tile * TILE_KV + first;
     return i < p.top_k ? load_l2(indices + i) : -1;
@@ -153,8 +153,8 @@ struct Rows {
   int now, next, position;  // of a tile and of the one behind it; a position of the third one
 };
 // By a producer, before tiles are counted: queries and the first rows.
-__device__ __forceinline__ Rows ask_first(const Params &p, u32 shared, const Lookup &look, int token, int warp,
-                                          int lane) {
+__device__ __forceinline__ Rows ask_first(const Params &p, u32 shared, const Lookup &look, int token,
+                                          int warp, int lane) {
   const int first = look.position(0), second = look.position(1), third = look.position(2);
   copy_queries(p, shared, Segment{0, token, 1}, blockIdx.x - token * p.row_tiles, warp, GATHER_WARPS, lane);
   const Rows rows = {look.row(first), look.row(second), third};

@@ -35,7 +35,8 @@ BATCHES = {
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
         pytest.skip("the kernel runs on Hopper")
-    monkeypatch.setattr(latent_selected, "MIN_CTAS", 1)
+    for name in ("MIN_CTAS", "MIN_FP8_CTAS"):
+        monkeypatch.setattr(latent_selected, name, 1)
 
 
 def check(

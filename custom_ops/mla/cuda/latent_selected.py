@@ -12,11 +12,10 @@ from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes, threads_of
-from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 
 #: Heads of a CTA; fewer than so many leave most of its products empty; CTAs from which on it is faster than
-#: the kernels that share a token's positions (docs/log/sparse_many.md).
-ROWS, MIN_HEADS, MIN_CTAS = 64, 33, 48
+#: the kernels that share a token's positions, and so with rows of fp8 (docs/log/sparse_many.md).
+ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 34, 128
 
 
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
@@ -25,13 +24,14 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return reason
     (tokens, heads, width), rank, block_size = call.q.shape, call.rank, call.kv_cache.shape[1]
     dtypes = call.q.dtype, call.kv_cache.dtype
-    if dtypes[0] != dtypes[1] and dtypes != (torch.bfloat16, ROW_DTYPE):
+    if dtypes[0] != dtypes[1] and dtypes != (torch.bfloat16, torch.float8_e4m3fn):
         return f"queries of {dtypes[0]} over rows of {dtypes[1]}"
     if (rank, width - rank) not in WIDTHS:
         return f"{rank} + {width - rank} columns"
     if block_size not in (16, 32, 64):
         return f"blocks of {block_size} tokens, not 16, 32 or 64"
-    if heads < MIN_HEADS or tokens * -(-heads // ROWS) < MIN_CTAS:
+    few = MIN_FP8_CTAS if dtypes[1] == torch.float8_e4m3fn else MIN_CTAS
+    if heads < MIN_HEADS or tokens * -(-heads // ROWS) < few:
         return f"{tokens} tokens of {heads} heads"
     return None
 
@@ -44,7 +44,7 @@ def spec_of(call: LatentCall) -> LatentSpec:
         num_heads=call.q.shape[1],
         block_size=call.kv_cache.shape[1],
         half=call.q.dtype == torch.float16,
-        fp8=call.kv_cache.dtype == ROW_DTYPE,
+        fp8=call.kv_cache.dtype == torch.float8_e4m3fn,
         causal=call.causal,
         lse=call.lse is not None,
         rows=ROWS,

@@ -8,8 +8,7 @@
 constexpr int GATHER_WARPS = 4, GATHER_THREADS = GATHER_WARPS * 32, WARP_KEYS = TILE_KV / GATHER_WARPS;
 // Of a half of a tile: the copies of all threads, and of each warp that its bits are there.
 constexpr int HALF_ARRIVALS = GATHER_THREADS + GATHER_WARPS;
-constexpr int FP8_BYTES = RANK + RANK / 128 * 4 + ROPE * 2;  // numbers, scales, the rotated key
-constexpr int ROW_BYTES = FP8 ? FP8_BYTES : WIDTH * 2;
+constexpr int ROW_BYTES = RANK + RANK / 128 * 4 + ROPE * 2;  // of fp8: numbers, scales, the rotated key
 constexpr int LASTS_AT = SEEN_AT + 2 * TILE_KV / 8;  // [warps of the CTA]
 static_assert(THREADS == CONSUMER_THREADS + GATHER_THREADS && WARP_KEYS == 16, "16 bits of each warp");
 static_assert(!FP8 || !HALF, "the rotated keys of rows of fp8 are bfloat16");
@@ -144,10 +143,6 @@ struct Lookup {
     if ((u32)position >= (u32)end) return -1;
     return load_l2(table + position / BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE;
   }
-  // A row that is copied soon, into L2, from where copies come in time.
-  __device__ __forceinline__ void ask(int row, int lane) const {
-    if (lane < WARP_KEYS && row >= 0) bulk_prefetch(row_from(p, row), ROW_BYTES);
-  }
 };
 struct Rows {
   int now, next, position;  // of a tile and of the one behind it; a position of the third one
@@ -157,9 +152,7 @@ __device__ __forceinline__ Rows ask_first(const Params &p, u32 shared, const Loo
                                           int warp, int lane) {
   const int first = look.position(0), second = look.position(1), third = look.position(2);
   copy_queries(p, shared, Segment{0, token, 1}, blockIdx.x - token * p.row_tiles, warp, GATHER_WARPS, lane);
-  const Rows rows = {look.row(first), look.row(second), third};
-  look.ask(rows.now, lane);
-  return rows;
+  return {look.row(first), look.row(second), third};
 }
 
 __device__ __forceinline__ void produce_selected(const Params &p, char *memory, u32 shared,
@@ -178,7 +171,6 @@ __device__ __forceinline__ void produce_selected(const Params &p, char *memory, 
     const int slot = tile % 2, rows_2 = look.row(position);
     const u32 seen = __ballot_sync(ALL, rows >= 0);
     position = look.position(tile + 3);
-    look.ask(rows_1, lane);
 #pragma unroll(FP8 ? 1 : 2)
     for (int i = 0; i < 2; ++i) {
       // first the half that is needed first; with the other one the rotated keys, whose square held weights

@@ -94,7 +94,6 @@ inline void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64) {
 }
 inline void prefetch_tensormap(const void *) {}
 inline void prefetch_l2(const char *) {}
-inline void bulk_prefetch(const void *, int) {}
 inline void fence_mbarrier_init() {}
 template <int N> void take_registers() {}
 template <int N> void give_registers() {}

@@ -53,7 +53,8 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         return HostKernel(kernels_on_host.compiled(tmp_path / "k", *named, replaced)), 384
 
     monkeypatch.setattr(latent_selected, "_specialised", specialised)
-    monkeypatch.setattr(latent_selected, "MIN_CTAS", 1)
+    for least in ("MIN_CTAS", "MIN_FP8_CTAS"):
+        monkeypatch.setattr(latent_selected, least, 1)
     monkeypatch.setattr(gpu, "launches_early", lambda _: True)
     for _ in range(2):
         out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)

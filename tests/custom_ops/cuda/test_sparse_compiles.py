@@ -212,7 +212,7 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
     fp8 = {"kv_cache": torch.empty(5, 64, 1, 656, dtype=torch.float8_e4m3fn, device="meta")}
     for changed in (
         {},
-        fp8,
+        {"tokens": 128, **fp8},
         {"dtype": torch.float16},
         {"heads": 33},
         {"tokens": 32, "heads": 65},
@@ -221,7 +221,8 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
         call = sparse_call(**({"tokens": 64, "heads": 64} | changed))
         assert latent_selected.why_not(call, (9, 0)) is None and mla_attention.route(call) is None
     for changed, said in (
-        ({"tokens": 47}, "47 tokens of 64 heads"),
+        ({"tokens": 33}, "33 tokens of 64 heads"),
+        ({"tokens": 127, **fp8}, "127 tokens of 64 heads"),
         ({"heads": 32}, "64 tokens of 32 heads"),
         ({"rank": 256, "width": 320}, "256 + 64 columns"),
         (

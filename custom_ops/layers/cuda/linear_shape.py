@@ -110,7 +110,7 @@ def linear_shape(
     ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``:
     bytes of shared memory that a multiprocessor has, and that a CTA may ask for.
     """
-    wide = _wide(max(bucket, 32), out_features, in_features, sms) if hopper and bucket >= 16 else None
+    wide = _wide(bucket, out_features, in_features, sms) if hopper and bucket >= 16 else None
     # At 16 tokens too, where CTAs share k and two have a place on each multiprocessor, so that those of the
     # next kernel find one.
     if wide is not None and (bucket > 16 or (wide.cluster > 1 and wide.ctas_per_sm == 2)):
@@ -137,24 +137,25 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
     CTA on each with a large ring, else two.
 
     CTAs of a cluster share k. As many as multiprocessors lose in clusters of four and more: where a part of
-    the chip has no room for another whole one, multiprocessors stay empty. For 33 to 64 tokens half as many
-    CTAs with large rings are best. Up to 32 their parts are small, and clusters of four, two CTAs per
-    multiprocessor, beat half as many CTAs.
+    the chip has no room for another whole one, multiprocessors stay empty. From 17 tokens on half as many
+    CTAs with large rings are best for narrow products. For others of up to 32 their parts are small, and
+    clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
     """
 
     def shape(row_tiles: int, stages: int, ctas_per_sm: int, cluster: int = 1) -> LinearShape:
         early = min(_EARLY_ROWS // (row_tiles * 64), stages)
         return LinearShape(row_tiles, 1, 1, stages, ctas_per_sm, cluster, wide=True, early_stages=early)
 
-    tiles, tall, most = -(-out_features // 64), -(-out_features // 128), sms * 3 // 4
-    enough = most if bucket == 32 else sms * 9 // 20
+    tiles, tall, most, half = -(-out_features // 64), -(-out_features // 128), sms * 3 // 4, sms * 9 // 20
+    enough = half if bucket == 64 else most
     if enough <= tiles * 2 <= sms and in_features >= 512:
         return shape(1, 10, 1, cluster=2)
     if enough <= tiles <= sms:
         return shape(1, 13, 1)
     if tiles < enough:
-        deep = shape(1, 8, 2) if bucket == 32 else shape(1, 10, 1)
-        return _clustered(deep, out_features, in_features, enough)
+        if bucket > 16 and tiles * 2 < half:
+            return _clustered(shape(1, 10, 1), out_features, in_features, half)
+        return _clustered(shape(1, 6 if bucket == 64 else 8, 2), out_features, in_features, most)
     if bucket == 64 and most <= tall <= sms:
         return shape(2, 5, 1)
     return (

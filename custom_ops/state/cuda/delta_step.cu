@@ -49,6 +49,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   if (thread < VALUE_DIM)
     weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + first + thread);
   griddepcontrol_wait();
+  Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + first + thread;
@@ -61,7 +62,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
 
   Window window;
   if (part < CHANNELS) window.load(p, row, token, channel);
-  Held held(state, row.kept, thread);  // behind the window, which would come last otherwise
   const int side = head / TOGETHER, place = head % TOGETHER;  // groups of a, b and gate
   const float a = load_number(p.a, token * p.a_token + side * p.a_group + place * decays + mine);
   const float b = load_number(p.b, token * p.b_token + side * p.b_group + place);

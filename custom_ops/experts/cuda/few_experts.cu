@@ -27,6 +27,7 @@ struct Params {
   i64 residual_token, out_token;  // strides, in numbers
   int tokens, num_experts;
 };
+static_assert(sizeof(Params) == 168, "as custom_ops/experts/cuda/few_experts.py packs it");
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, TOKENS = 8, MAX_PAIRS = TOKENS * TOP_K, MAX_EXPERTS = 512;
 constexpr int PIECE = 128, LINE = PIECE * 2, STAGE_BYTES = 16 * LINE;  // columns, bytes of a row, of a piece

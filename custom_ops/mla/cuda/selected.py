@@ -22,9 +22,9 @@ PART_KEYS, TABLE_ROOM, MERGE_SHARES, MAX_PARTS = 128, 4096, 16, 128
 #: Positions that a CTA has room for, fewest that are worth one, and CTAs that share those of a token: 16 with
 #: one tile of heads, of which two fit a multiprocessor, so that clusters of 16 do.
 MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
-#: With more heads than a tile's 16 the Triton kernel is faster until so many CTAs have work without a cluster
-#: (docs/log/sparse_cuda.md).
-_MANY = 128
+#: With more than 16 heads the Triton kernel is faster until so many CTAs have work without a cluster: with up
+#: to 32 heads, and with more (docs/log/sparse_cuda.md, docs/log/sparse_many.md).
+_MANY, _MANY_OF_MANY_HEADS = 128, 64
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -121,7 +121,7 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
 def why_slower(call: LatentCall) -> str | None:
     """Why the Triton kernel is faster for a call that `why_not` lets pass, or None."""
     tokens, heads, _ = call.q.shape
-    slower = heads > 16 and tokens * -(-heads // 32) < _MANY
+    slower = heads > 16 and tokens * -(-heads // 32) < (_MANY if heads <= 32 else _MANY_OF_MANY_HEADS)
     return f"{tokens} tokens of {heads} heads: too few tokens for so many heads" if slower else None
 
 

@@ -448,7 +448,7 @@ def test_few_experts_ptx(tmp_path: Path, name: str) -> None:
     from torchpaged.custom_ops.experts.cuda.few_experts import ExpertsSpec
 
     expected = row("apply_experts", name)
-    config = ExpertsSpec(1024, 128, 256, 4, 1, False, True, 4, 4, 1).config()
+    config = ExpertsSpec(1024, 128, 256, 4, 1, False, True).config()
     ptx, _ = compiled(tmp_path, source_of(expected.kernel).name, config, "ptx")
     of_kernel = ptx[ptx.index(f".entry {name}(") :].split(".entry ")[1]
     assert not complaints(expected, order(of_kernel))

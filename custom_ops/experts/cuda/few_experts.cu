@@ -31,6 +31,7 @@ static_assert(sizeof(Params) == 168, "as custom_ops/experts/cuda/few_experts.py 
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, TOKENS = 8, MAX_PAIRS = TOKENS * TOP_K, MAX_EXPERTS = 512;
 constexpr int PIECE = 128, LINE = PIECE * 2, STAGE_BYTES = 16 * LINE;  // columns, bytes of a row, of a piece
+constexpr int STAGES = 4;  // pieces of a warp on their way or in use (docs/log/experts.md)
 constexpr int SHARED_PIECES = SHARED / PIECE, INNER_PIECES = INNER / PIECE, TURNS = HIDDEN / (PIECE * WARPS);
 constexpr int SHARED_UNITS = SHARED / 8, INNER_UNITS = INNER / 8, TILES = HIDDEN / 16;
 static_assert(HIDDEN % (PIECE * WARPS) == 0 && INNER % PIECE == 0 && SHARED % PIECE == 0, "whole pieces");
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_gate_up(const _
   for (; asked < STAGES && (int)blockIdx.x + asked / TURNS * (int)gridDim.x < SHARED_UNITS; ++asked) {
     load(asked, asked);
     cp_async_commit();
-    if (PDL) cp_async_wait<EARLY - 1>();  // a flood of them would hold up what the kernels ahead read
+    if (PDL) cp_async_wait<0>();  // one at a time: a flood would hold up what the kernels ahead read
   }
   if (PDL) {
     griddepcontrol_wait();
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down(const __gr
   __shared__ float pair_weight[MAX_PAIRS];
   __shared__ float4 parts[WARPS][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  char *const ring = memory + warp * DOWN_STAGES * STAGE_BYTES;
+  char *const ring = memory + warp * STAGES * STAGE_BYTES;
   if (PDL) griddepcontrol_launch_dependents();
   const bool is_pair = threadIdx.x < p.tokens * TOP_K;
   const int id = is_pair ? load_l2(p.ids + threadIdx.x) : -1;
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down(const __gr
     next(asked);
   };
 #pragma unroll
-  for (int s = 0; s < DOWN_STAGES; ++s) {
+  for (int s = 0; s < STAGES; ++s) {
     load(s);
     cp_async_commit();
   }
@@ -297,14 +298,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts_down(const __gr
     columns(b[1], ahead);
     auto add = [&](uint4 (&of_piece)[4]) {
       if (now.slot >= experts) return;
-      cp_async_wait<DOWN_STAGES - 1>();
+      cp_async_wait<STAGES - 1>();
       __syncwarp();
       float sums[4] = {};
       multiply(sums, ring + stage * STAGE_BYTES, of_piece);
       __syncwarp();
       load(stage);
       cp_async_commit();
-      stage = stage == DOWN_STAGES - 1 ? 0 : stage + 1;
+      stage = stage == STAGES - 1 ? 0 : stage + 1;
       columns(of_piece, ahead);
       const int slot = now.slot < 0 ? MAX_PAIRS : now.slot;
       const u32 chose = tokens_of[slot] >> q * 2;

@@ -15,12 +15,11 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.experts.call import ExpertsCall
+from torchpaged.custom_ops.experts.limits import MAX_TOP_K
 
 FILE = "few_experts.cu"
-MAX_TOKENS, MAX_EXPERTS, PIECE, WARPS = 8, 512, 128, 8  # as the source has them
-_STAGE_BYTES = WARPS * 16 * PIECE * 2
-#: Pieces of a warp on their way or in use, and on their way at once ahead of the wait (docs/log/experts.md).
-STAGES, DOWN_STAGES, EARLY = 4, 4, 1
+MAX_TOKENS, MAX_EXPERTS, PIECE, WARPS, STAGES = 8, 512, 128, 8, 4  # as the source has them
+_RING_BYTES = STAGES * WARPS * 16 * PIECE * 2
 
 
 class ExpertsSpec(NamedTuple):
@@ -33,9 +32,6 @@ class ExpertsSpec(NamedTuple):
     activation: Annotated[int, "of gate: 1 silu, 2 gelu (tanh), 3 gelu (erf)"]
     half: Annotated[bool, "numbers are float16, else bfloat16"]
     pdl: Annotated[bool, "launched early: programmatic dependent launch"]
-    stages: Annotated[int, "pieces on their way or in use, per warp: gate and up"]
-    down_stages: Annotated[int, "the same of down"]
-    early: Annotated[int, "pieces of a warp on their way at once ahead of the wait"]
 
     @classmethod
     def of(cls, call: ExpertsCall, early: bool) -> ExpertsSpec:
@@ -49,9 +45,6 @@ class ExpertsSpec(NamedTuple):
             activation=ACTIVATIONS[call.activation],
             half=call.x.dtype == torch.float16,
             pdl=early,
-            stages=STAGES,
-            down_stages=DOWN_STAGES,
-            early=EARLY,
         )
 
     def config(self) -> Config:
@@ -63,9 +56,8 @@ FEW_EXPERTS = Table.of_fields(ExpertsSpec, "few_experts_config.cuh", (FILE,), "D
 
 
 @functools.cache
-def _kernel(name: str, spec: ExpertsSpec, stages: int, index: int) -> Kernel:
-    device = torch.device("cuda", index)
-    return jit.kernel(FILE, name, spec.config(), device, shared_bytes=stages * _STAGE_BYTES)
+def _kernel(name: str, spec: ExpertsSpec, index: int) -> Kernel:
+    return jit.kernel(FILE, name, spec.config(), torch.device("cuda", index), shared_bytes=_RING_BYTES)
 
 
 def why_not(call: ExpertsCall, capability: tuple[int, int]) -> str | None:
@@ -77,8 +69,8 @@ def why_not(call: ExpertsCall, capability: tuple[int, int]) -> str | None:
     if call.x.dtype not in (torch.bfloat16, torch.float16):
         return f"{call.x.dtype}, not bfloat16 or float16"
     tokens, (experts, hidden, inner), top_k = call.x.shape[0], call.down.shape, call.ids.shape[1]
-    if not 1 <= tokens <= MAX_TOKENS or not 1 <= top_k <= 32:
-        return f"{tokens} tokens of {top_k} experts: 1 to {MAX_TOKENS}, of 1 to 32"
+    if not 1 <= tokens <= MAX_TOKENS or not 1 <= top_k <= MAX_TOP_K:
+        return f"{tokens} tokens of {top_k} experts: 1 to {MAX_TOKENS}, of 1 to {MAX_TOP_K}"
     if experts > MAX_EXPERTS:
         return f"{experts} experts, not {MAX_EXPERTS}"
     shared = () if call.shared_down is None else (call.shared_down.shape[-1],)
@@ -138,10 +130,6 @@ def apply_few(call: ExpertsCall) -> None:
         num_experts=down.shape[0],
     )
     units = (spec.shared + experts * spec.inner) // 8
-    launches = (
-        ("experts_gate_up", spec.stages, units),
-        ("experts_down", spec.down_stages, spec.hidden // 16),
-    )
-    for name, stages, ctas in launches:
-        kernel = _kernel(name, spec, stages, index)
+    for name, ctas in (("experts_gate_up", units), ("experts_down", spec.hidden // 16)):
+        kernel = _kernel(name, spec, index)
         kernel.launch(min(ctas, num_sms), WARPS * 32, params, early=spec.pdl)

@@ -9,6 +9,3 @@ inline constexpr int TOP_K = 6;                // experts of a token
 inline constexpr int ACTIVATION = 1;           // of gate: 1 silu, 2 gelu (tanh), 3 gelu (erf)
 inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
 inline constexpr bool PDL = true;              // launched early: programmatic dependent launch
-inline constexpr int STAGES = 4;               // pieces on their way or in use, per warp: gate and up
-inline constexpr int DOWN_STAGES = 4;          // the same of down
-inline constexpr int EARLY = 1;                // pieces of a warp on their way at once ahead of the wait

@@ -72,7 +72,7 @@ def examples() -> dict[str, Config]:
         "mamba2_step_config.cuh": Mamba2StepSpec(
             128, 64, 48, 48, 1, 4, False, True, False, False, False, True
         ).config(),
-        "few_experts_config.cuh": ExpertsSpec(2048, 1408, 2816, 6, 1, False, True, 4, 4, 1).config(),
+        "few_experts_config.cuh": ExpertsSpec(2048, 1408, 2816, 6, 1, False, True).config(),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }
 

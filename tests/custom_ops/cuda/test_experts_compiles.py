@@ -12,7 +12,7 @@ from op_inputs.experts import make_experts_inputs
 from torchpaged.custom_ops.experts.call import ExpertsCall
 from torchpaged.custom_ops.experts.cuda.few_experts import FILE, WARPS, ExpertsSpec, why_not, why_slower
 
-V2_LITE = ExpertsSpec(2048, 1408, 2816, 6, 1, False, True, 4, 4, 1)
+V2_LITE = ExpertsSpec(2048, 1408, 2816, 6, 1, False, True)
 SPECS = {
     "v2_lite": V2_LITE,
     "qwen3_next, fp16": V2_LITE._replace(inner=512, shared=512, top_k=10, half=True),

@@ -10,10 +10,12 @@ import torch
 
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.backends import GraphSupport
-from torchpaged.engine import Generator, SamplingParams, step_graphs
+from torchpaged.engine import Generator, SamplingParams, one_request, step_graphs
 from torchpaged.engine.decisions import decide_prefill_buckets
 from torchpaged.engine.one_request import OneRequestGraphs
 from torchpaged.graphs import TapeCapture
+from torchpaged.graphs.capture import Captured
+from torchpaged.graphs.report import BucketReport
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -142,6 +144,35 @@ def test_a_graph_draws_the_first_token_of_a_request_alone(
     assert launched == ([1] * 5 if processes else [1])
     found = [output.token_ids for output in g.generate(prompts[2:4], params[2:4])]
     assert found == want[2:4] and launched[-1] == 2
+
+
+def test_both_graphs_of_a_request_alone_are_in_the_report(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second one takes, and nothing of a bucket whose second one failed."""
+    options: dict[str, Any] = {"capture": TapeCapture(), "backend": "reference", "prefill_buckets": [8, 16]}
+    capture, fails = one_request.capture_bucket, False
+
+    def costly(
+        launch: Any, backend: Any, pool: Any, report: BucketReport, *rest: Any, **more: Any
+    ) -> Captured:
+        if fails:
+            raise CaptureError("no memory is left")
+        graph = capture(launch, backend, pool, report, *rest, **more)
+        report.capture_ms, report.record_ms, report.num_bytes = 2e6, 1e6, 1 << 20
+        return graph
+
+    monkeypatch.setattr(one_request, "capture_bucket", costly)
+    alone, *_ = generator(model, capture_ahead=True, **options).prefill_runners
+    for report in alone.report():
+        assert report.captured and report.num_bytes == 1 << 20
+        assert report.capture_ms > 2e6 and report.record_ms > 1e6
+    fails = True
+    g = generator(model, capture_ahead=False, **options)
+    alone, *_ = g.prefill_runners
+    with pytest.raises(CaptureError, match="no memory"):
+        alone.capture([8])
+    assert not alone.is_captured(8) and not any(report.captured for report in alone.report())
 
 
 def test_requests_of_the_step_before_are_freed_behind_the_replay(

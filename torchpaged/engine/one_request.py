@@ -12,6 +12,7 @@ Launched from Python, a row and its sampling take the host as long as the device
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchpaged.engine.device import DecodeRows, RowState
 from torchpaged.graphs import PackedGraphRunner
@@ -22,7 +23,7 @@ from torchpaged.graphs.report import BucketReport
 
 
 class OneRequestGraphs(PackedGraphRunner):
-    """`PackedGraphRunner` of one request.
+    """`PackedGraphRunner` of one request. What both graphs of a bucket cost is in its report.
 
     Args:
         step: as of `PackedGraphRunner`.
@@ -44,21 +45,29 @@ class OneRequestGraphs(PackedGraphRunner):
         super()._capture_one(bucket)
         if self._rows.stage.processes:
             return
-        graph = self._graphs[bucket]
+        graph, whole, own = self._graphs[bucket], self._reports[bucket], BucketReport(bucket)
+
+        def begin() -> Tensor:
+            return self._rows.begin_first(graph.output)  # another one behind each replay of an eager step
+
         try:
             with torch.inference_mode(), self._rows.padding(1):
                 self._rows.send_first(RowState(0, 1, [1], seed=0, counter=0, remaining=1))
                 self._ends[bucket] = capture_bucket(
-                    lambda: self._rows.begin_first(graph.output),
+                    begin,
                     self.capture_backend,
                     self.pool,
-                    BucketReport(bucket),
+                    own,
                     self.device,
                     warmup_iters=1,
                     step="end of a prefill step",
-                    eager=lambda: self._rows.begin_first(graph.output),
+                    eager=begin,
                     is_warm=bool(self._ends),
                 )
         except BaseException:
             del self._graphs[bucket]
+            whole.captured = False
             raise
+        whole.capture_ms += own.capture_ms
+        whole.record_ms += own.record_ms
+        whole.num_bytes += own.num_bytes

@@ -28,33 +28,25 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     Raises:
         ArgumentError: the rows hold other tokens.
     """
+    if written and rows.looked_at == rows.num_forwards:
+        return  # a layer before; later ones may have fewer queries (Gemma 4's)
     first = rows.first_position(query_len if written else 0)
     positions = options.get("position_ids")  # None: attention does not get them, as Bloom's
-    decodes = query_len == 1
-    looked = written and rows.looked_at == rows.num_forwards
-    if written and not looked and not decodes:
+    if written and query_len > 1:
         rows.hands_use_cache_on |= bool(options.get("use_cache"))
-    if not first or looked or (decodes and not _can_be_read(positions)):
-        if first == 0 and _can_be_read(positions):
+    if first == 0:
+        if _can_be_read(positions):
             rows.is_padded = not _end_at(positions, query_len)
-        if first == 0 and written:  # later layers may have fewer queries (Gemma 4's)
+        if written:
             rows.looked_at = rows.num_forwards
+        return
+    if first is None or (query_len == 1 and not _can_be_read(positions)):
         return
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = None if positions is None else int(positions.flatten()[0])
-    padding = rows.padding or [0]
-    padded = rows.is_padded or any(padding)  # of such rows masks tell
-    # Attention of models that don't hand it on (OLMo 3, Qwen3-VL) always has False, the layers' default: the
-    # position of the first row tells, if its padding is known, or that there are more tokens than before.
-    if start is None:
-        anew = query_len > first
-    else:
-        anew = start == 0 < first - padding[0] and (any(padding) or not rows.is_padded)
-    is_told = rows.hands_use_cache_on or not written
-    if options.get("use_cache") is False and not decodes and (is_told or anew):
-        expected = f"True behind the {first} tokens in the cache"
-        raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
+    if options.get("use_cache") is False and query_len > 1:
+        _refuse_uncached(rows, query_len, first, start, is_told=rows.hands_use_cache_on or not written)
     if rows.expects_candidates and query_len > first and start in (None, 0):
         raise ArgumentError(
             "past_key_values",
@@ -63,15 +55,30 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
             "call cache.reset() before it",
         )
     # A prompt of n tokens, no more than are cached, loses its first ones: its mask, and so its positions, end
-    # at n, or without a mask of the caller's at n more than are cached.
+    # at n, or without a mask of the caller's at n more than are cached. Masks tell of padded rows.
     ahead = first - query_len
     again = start == 0 if ahead <= 0 else start is not None and 2 * start in (ahead, ahead + 2 * first)
-    if again and not padded:
+    if again and not (rows.is_padded or any(rows.padding or ())):
         expected = f"tokens behind the {first} in the cache"
         raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
     if not rows.is_padded and _can_be_read(positions):  # a part of a prompt may have a picture
         rows.is_padded = not _end_at(positions, first + query_len)
     rows.expects_candidates, rows.looked_at = False, rows.num_forwards
+
+
+def _refuse_uncached(rows: CacheRows, query_len: int, first: int, start: int | None, is_told: bool) -> None:
+    """Refuse ``use_cache=False`` behind ``first`` tokens if it is the caller's, as it is where attention
+    ``is_told``. Models that don't hand it on (OLMo 3, Qwen3-VL) always give the layers' default, False: there
+    the position ``start`` of the first row tells, if its padding is known, or without positions that there
+    are more tokens than before."""
+    padding = rows.padding or [0]
+    if start is None:
+        anew = query_len > first
+    else:
+        anew = start == 0 < first - padding[0] and (any(padding) or not rows.is_padded)
+    if is_told or anew:
+        expected = f"True behind the {first} tokens in the cache"
+        raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
 
 
 def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:

@@ -10,7 +10,6 @@ from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes, threads_of
 
 #: Heads of a CTA; fewer than so many leave most of its products empty; CTAs from which on it is faster than
@@ -18,10 +17,8 @@ from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_conf
 ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 34, 128
 
 
-def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
-    """Why a call goes to another kernel, or None. Shapes, dtypes, strides and addresses only."""
-    if reason := selected.why_none(call, capability):
-        return reason
+def why_not(call: LatentCall) -> str | None:
+    """Why a call that `selected.why_none` lets pass goes to another kernel, or None."""
     (tokens, heads, width), rank, block_size = call.q.shape, call.rank, call.kv_cache.shape[1]
     dtypes = call.q.dtype, call.kv_cache.dtype
     if dtypes[0] != dtypes[1] and dtypes != (torch.bfloat16, torch.float8_e4m3fn):

@@ -23,13 +23,12 @@ def mla_attention(call: LatentCall) -> None:
 
 def _launch(call: LatentCall) -> None:
     num_sms = gpu.num_sms(call.q.device.index or 0)
-    if call.indices is not None:
-        if latent_selected.why_not(call, gpu.capability(call.q.device.index or 0)) is None:
-            latent_selected.attend(call)
-        else:
-            selected.attend(call, num_sms)
-    else:
+    if call.indices is None:
         latent.attend(call, shape.LatentSpec.of(call, num_sms))
+    elif latent_selected.why_not(call) is None:
+        latent_selected.attend(call)
+    else:
+        selected.attend(call, num_sms)
 
 
 def route(call: LatentCall) -> str | None:
@@ -41,6 +40,8 @@ def route(call: LatentCall) -> str | None:
     capability = gpu.capability(call.q.device.index or 0)
     if call.indices is None:
         return shape.why_not(call, capability)
-    if latent_selected.why_not(call, capability) is None:
+    if reason := selected.why_none(call, capability):
+        return reason
+    if latent_selected.why_not(call) is None:
         return None
-    return selected.why_not(call, capability) or selected.why_slower(call)
+    return selected.why_not(call) or selected.why_slower(call)

@@ -103,10 +103,8 @@ def why_none(call: LatentCall, capability: tuple[int, int]) -> str | None:
     return unaligned(("q", q, 2), ("out", call.out, 2), ("kv_cache", pool, 3))
 
 
-def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
-    """Why ``selected.cu`` can't take a call with indices, or None. As `why_none`."""
-    if reason := why_none(call, capability):
-        return reason
+def why_not(call: LatentCall) -> str | None:
+    """Why ``selected.cu`` can't take a call that `why_none` lets pass, or None."""
     q, rank, indices = call.q, call.rank, call.indices
     assert indices is not None
     if call.kv_cache.dtype != q.dtype:

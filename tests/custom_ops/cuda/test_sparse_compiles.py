@@ -3,6 +3,7 @@ how work is cut; nvcc compiles their specialisations."""
 
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -182,9 +183,14 @@ INDEX_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def why_not(kernel: ModuleType, call: LatentCall) -> str | None:
+    found: str | None = selected.why_none(call, (9, 0)) or kernel.why_not(call)
+    return found
+
+
 def test_what_is_left_to_other_kernels() -> None:
     for changed, said in SPARSE_REFUSED.values():
-        assert (selected.why_not(sparse_call(**changed), (9, 0)) or "").startswith(said), said
+        assert (why_not(selected, sparse_call(**changed)) or "").startswith(said), said
     for changed, said in INDEX_REFUSED.values():
         assert (index_logits.why_not(index_call(**changed), (9, 0)) or "").startswith(said), said
     rows, found = torch.empty(3, 300001, device="meta"), torch.empty(3, 5, device="meta")
@@ -192,7 +198,7 @@ def test_what_is_left_to_other_kernels() -> None:
     assert (top_k_indices.why_not(rows[:, :201], found, (9, 0)) or "").startswith("logits with strides")
     for capability in ((8, 0), (10, 0)):
         said = f"compute capability {capability[0]}.0, not 9.0"
-        assert selected.why_not(sparse_call(), capability) == said
+        assert selected.why_none(sparse_call(), capability) == said
         assert index_logits.why_not(index_call(), capability) == said
         assert top_k_indices.why_not(rows, found, capability) == said
 
@@ -219,7 +225,7 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
         {"top_k": 40000},
     ):
         call = sparse_call(**({"tokens": 64, "heads": 64} | changed))
-        assert latent_selected.why_not(call, (9, 0)) is None and mla_attention.route(call) is None
+        assert latent_selected.why_not(call) is None and mla_attention.route(call) is None
     for changed, said in (
         ({"tokens": 33}, "33 tokens of 64 heads"),
         ({"tokens": 127, **fp8}, "127 tokens of 64 heads"),
@@ -233,12 +239,12 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
         ({"output_scale": torch.empty(1, device="meta")}, "output_scale"),
     ):
         call = sparse_call(**({"tokens": 64, "heads": 64} | changed))
-        assert (latent_selected.why_not(call, (9, 0)) or "").startswith(said), said
+        assert (why_not(latent_selected, call) or "").startswith(said), said
 
 
 def test_what_they_take() -> None:
     for changed in ({}, {"heads": 128}, {"dtype": torch.float16, "tokens": 300}, {"rank": 512, "top_k": 3}):
-        assert selected.why_not(sparse_call(**changed), (9, 0)) is None
+        assert why_not(selected, sparse_call(**changed)) is None
     for changed in ({}, {"fp8": True, "block": 16}, {"dtype": torch.float16, "block": 128, "heads": 3}):
         assert index_logits.why_not(index_call(**changed), (9, 0)) is None
     rows, found = torch.empty(3, 131072, device="meta"), torch.empty(3, 2048, device="meta")

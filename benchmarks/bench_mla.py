@@ -7,8 +7,8 @@ A correctness gate runs before every timing. Each round is one CUDA graph over s
 than the L2 cache; contenders are replayed in turns: the backends "cuda" and "triton", the latter with tiles
 of ``--tiles`` too (rows x keys x warps x stages x programs per multiprocessor), "flash_mla" (the package
 sgl-flash-mla: blocks of 64, its schedule made outside of the timing) and "tileops" (the package tileops on
-TileLang). Figures are microseconds per call;
-``gb_per_s`` counts every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
+TileLang). Figures are microseconds per call; ``gb_per_s`` counts every cached row once, ``tflop_per_s`` both
+products. The last line is one JSON document.
 """
 
 import json

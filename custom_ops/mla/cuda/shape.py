@@ -31,7 +31,7 @@ _MIN_TILES = 2
 #: as far as it was faster than ranges of all keys with a merge behind (docs/log/latent_launches.md).
 CLUSTER, MAX_CLUSTERS, TOKENS_PER_CLUSTER = 8, 8, 512
 #: The same of fewer requests, of up to 16 rows that are not of fp8, which would spill registers; on at most
-#: half of a device's multiprocessors.
+#: half of a device's multiprocessors (docs/log/latent_room.md).
 WIDE_CLUSTER, MAX_WIDE_CLUSTERS = 16, 2
 _MAX_COORDINATE = 2**31 - 1
 

@@ -118,6 +118,7 @@ BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "group_best": ("route_experts", "group_best", {"num_groups": 4, "top_groups": 2, "group_best": 3}),
     "norm_eps": ("route_experts", "norm_eps", {"norm_eps": -1.0}),
     "tokens": ("apply_experts", "x", make_experts_inputs(num_tokens=65)),
+    "choices": ("apply_experts", "ids", make_experts_inputs(num_experts=40, top_k=33)),
     "gate_up": ("apply_experts", "gate_up", {"gate_up": _zeros(8, 63, 64)}),
     "down": ("apply_experts", "down", {"down": _zeros(8, 63, 32)}),
     "down_dtype": ("apply_experts", "down", {"down": _zeros(8, 64, 32, dtype=torch.float64)}),

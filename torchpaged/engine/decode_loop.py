@@ -131,18 +131,16 @@ class DecodeLoop(NotCopied):
         for sequence in sequences[decodes:]:
             self.place(sequence)
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        begins = end is not None and rows == [0] and list(self._to_write) == [0]
-        if begins and self._to_write[0].seen is None:
+        begins = rows == [0] and list(self._to_write) == [0] and self._to_write[0].seen is None
+        if end is not None and begins:
             self.rows.send_first(self._to_write.pop(0))
-        else:
-            end = None
-        self._flush()
-        rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        if end is not None:
+            self._flush()
             end.replay()
             self.rows.look_up_slots()
             drawn = end.output
         else:
+            self._flush()
+            rows = [sequence.row for sequence in sequences if sequence.row is not None]
             drawn = self.rows.finish_rows(logits, rows)
         tokens, records = CopiedTokens(drawn), None
         if any(sequence.sampling.logprobs is not None for sequence in sequences):

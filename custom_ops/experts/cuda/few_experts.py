@@ -96,36 +96,27 @@ def why_slower(call: ExpertsCall) -> str | None:
 
 def apply_few(call: ExpertsCall) -> None:
     """Launch a checked call that `why_not` lets pass."""
-    x, gate_up, down, ids, weights, out, _, shared_gate_up, shared_down, shared_gate, residual = call
+    x, gate_up, down, ids = call.x, call.gate_up, call.down, call.ids
     index = x.device.index or 0
     spec = ExpertsSpec.of(call, gpu.launches_early(index))
     num_sms, experts = gpu.num_sms(index), min(ids.numel(), down.shape[0])
     inner = x.new_empty(MAX_TOKENS * (spec.shared + experts * spec.inner))
 
-    def stride(tensor: torch.Tensor | None, dim: int = 0) -> int:
-        return 0 if tensor is None else tensor.stride(dim)
+    def stride(tensor: torch.Tensor | None) -> int:
+        return 0 if tensor is None else tensor.stride(0)
 
     params = struct_of(FILE)(
-        x=x.data_ptr(),
-        gate_up=gate_up.data_ptr(),
-        shared_gate_up=address(shared_gate_up),
-        down=down.data_ptr(),
-        shared_down=address(shared_down),
-        shared_gate=address(shared_gate),
-        residual=address(residual),
-        ids=ids.data_ptr(),
-        weights=weights.data_ptr(),
+        **{name: address(tensor) for name, tensor in call._asdict().items() if name != "activation"},
         inner=inner.data_ptr(),
-        out=out.data_ptr(),
         x_token=x.stride(0),
         gate_up_expert=gate_up.stride(0),
         gate_up_row=gate_up.stride(1),
-        shared_gate_up_row=stride(shared_gate_up),
+        shared_gate_up_row=stride(call.shared_gate_up),
         down_expert=down.stride(0),
         down_row=down.stride(1),
-        shared_down_row=stride(shared_down),
-        residual_token=stride(residual),
-        out_token=out.stride(0),
+        shared_down_row=stride(call.shared_down),
+        residual_token=stride(call.residual),
+        out_token=call.out.stride(0),
         tokens=x.shape[0],
         num_experts=down.shape[0],
     )

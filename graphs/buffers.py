@@ -123,9 +123,11 @@ class StepBuffers:
         return sum(num_bytes for _, num_bytes, _ in self._layout(bucket))
 
     def _make_staging(self, bucket: int) -> None:
-        """For steps of up to ``bucket``."""
+        """For steps of up to ``bucket``, and the bytes where their numbers arrive."""
         self._staging = Staging(self._num_bytes(bucket), self.device)
         self._no_blocks = memoryview(array("i", bytes(4 * self.max_blocks_per_req)))
+        with torch.inference_mode(False):
+            self._bytes = torch.zeros(self._num_bytes(bucket), dtype=torch.uint8, device=self.device)
 
     def _staged(
         self,
@@ -203,8 +205,6 @@ class DecodeBuffers(StepBuffers):
         for tensor in self._tensors.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
         self._make_staging(max_batch_size)
-        with torch.inference_mode(False):  # where a step's numbers arrive
-            self._bytes = torch.zeros(self._num_bytes(max_batch_size), dtype=torch.uint8, device=device)
 
     def _sizes(self, bucket: int) -> BatchSizes:
         """One token per row."""

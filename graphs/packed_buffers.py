@@ -83,8 +83,6 @@ class PackedBuffers(StepBuffers):
         self.buckets, self.max_num_reqs, self.trees = list(buckets), max_num_reqs, trees
         most = MAX_TREE_TOKENS if trees else self.buckets[-1]
         self.max_query_len = most if max_query_len is None else min(max_query_len, most)
-        with torch.inference_mode(False):
-            self._bytes = torch.zeros(self._num_bytes(self.buckets[-1]), dtype=torch.uint8, device=device)
         self._make_staging(self.buckets[-1])
         self._parts = {bucket: self._bytes[: self._num_bytes(bucket)] for bucket in self.buckets}
 

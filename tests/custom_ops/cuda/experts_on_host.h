@@ -13,6 +13,3 @@ inline u32 atomicOr(u32 *at, u32 x) {
   return std::exchange(*at, *at | x);
 }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float tanh_(float x) { return std::tanh(x); }

@@ -174,6 +174,9 @@ inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline float __int_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 inline float exp2_(float x) { return std::exp2(x); }
 inline float log2_(float x) { return std::log2(x); }
+inline float tanh_(float x) { return std::tanh(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <bool FP16> float number(u16 x) {
   if (!FP16) return __int_as_float((u32)x << 16);
   _Float16 y;

@@ -30,9 +30,6 @@ inline void cluster_wait() {
 template <bool FP16, int J> void wgmma(float (&d)[J][4], u64 a, u64 b) {
   ask({d[0], a, b, J, false, false, true});
 }
-inline float tanh_(float x) { return std::tanh(x); }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline float __fdividef(float x, float y) { return x / y; }
 inline const bool forgets_arrivals = (forget = [] {
   barriers.clear();
   for (Meeting &m : warpgroups) m = {};

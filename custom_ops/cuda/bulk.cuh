@@ -33,7 +33,8 @@ __device__ __forceinline__ void st_async(u32 to, const float (&x)[4], u32 barrie
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ float4 load_shared(u32 at) {  // of what came so
+// What st_async brought.
+__device__ __forceinline__ float4 load_shared(u32 at) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)

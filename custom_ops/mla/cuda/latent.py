@@ -7,10 +7,11 @@ import torch
 
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
-from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
-from torchpaged.custom_ops.cuda.params import steps_of, struct_of
+from torchpaged.custom_ops.cuda.loaded_kernel import Map
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda.call_params import call_params
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
 from torchpaged.custom_ops.mla.cuda.shape import (
     CLUSTER,
@@ -28,7 +29,7 @@ MERGE_THREADS = 512
 
 def attend(call: LatentCall, spec: LatentSpec) -> None:
     """Launch a checked call that `shape.why_not` lets pass."""
-    q, pool, out, lse = call.q, call.kv_cache, call.out, call.lse
+    q, pool = call.q, call.kv_cache
     index, num_reqs = q.device.index or 0, call.block_table.shape[0]
     kernel, merge, config = _specialised(index, spec)
     early = gpu.launches_early(index)
@@ -46,21 +47,12 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
             pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride(), int(config["ROWS"] == 64)
         )
     params = struct_of("latent.cu")(
+        **call_params(call),
         kv=keys,
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=address(lse),
-        table=call.block_table.data_ptr(),
-        seq_lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
         parts=parts.data_ptr(),
         rows=pool.data_ptr(),
-        **steps_of(q=q, o=out, l=lse),
-        table_row=call.block_table.stride(0),
         rows_block=pool.stride(0),
         rows_slot=pool.stride(1),
-        scale=call.scale * 1.4426950408889634,  # scores are in base 2
-        num_reqs=num_reqs,
         num_tokens=q.shape[0],
         num_blocks=pool.shape[0],
         block_group=block_group,

@@ -7,9 +7,10 @@ import functools
 import torch
 
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
-from torchpaged.custom_ops.cuda.params import steps_of, struct_of
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda.call_params import call_params
 from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes, threads_of
 
 #: Heads of a CTA; fewer than so many leave most of its products empty; CTAs from which on it is faster than
@@ -52,26 +53,17 @@ def spec_of(call: LatentCall) -> LatentSpec:
 
 def attend(call: LatentCall) -> None:
     """Launch a checked call that `why_not` lets pass."""
-    q, pool, out, indices = call.q, call.kv_cache, call.out, call.indices
+    q, pool, indices = call.q, call.kv_cache, call.indices
     assert indices is not None
     index, spec, row_tiles = q.device.index or 0, spec_of(call), -(-q.shape[1] // ROWS)
     kernel, threads = _specialised(index, spec)
     params = struct_of("latent_selected.cu")(
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        lse=address(call.lse),
-        table=call.block_table.data_ptr(),
-        seq_lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
+        **call_params(call),
         indices=indices.data_ptr(),
         rows=pool.data_ptr(),
-        **steps_of(q=q, o=out, l=call.lse),
-        table_row=call.block_table.stride(0),
         indices_row=indices.stride(0),
         rows_block=pool.stride(0) * pool.element_size(),
         rows_slot=pool.stride(1) * pool.element_size(),
-        scale=call.scale * 1.4426950408889634,  # scores are in base 2
-        num_reqs=call.block_table.shape[0],
         num_tokens=q.shape[0],
         num_blocks=pool.shape[0],
         row_tiles=row_tiles,

@@ -10,10 +10,11 @@ import torch
 
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Table
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
-from torchpaged.custom_ops.cuda.params import steps_of, struct_of
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
+from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda.call_params import call_params
 
 THREADS, WARPS, TILE = 256, 8, 32  # with one tile of heads
 #: Positions of a CTA of ``selected_few.cu``, blocks that it has room for; CTAs of the merge behind it for a
@@ -134,7 +135,7 @@ def few_parts(call: LatentCall, num_sms: int) -> int:
 
 def attend(call: LatentCall, num_sms: int) -> None:
     """Launch a checked call that `why_not` lets pass."""
-    q, pool, out, lse, indices = call.q, call.kv_cache, call.out, call.lse, call.indices
+    q, pool, indices = call.q, call.kv_cache, call.indices
     assert indices is not None
     index, top_k, parts = q.device.index or 0, indices.shape[1], few_parts(call, num_sms)
     spec = SelectedSpec.of(call, num_sms)
@@ -145,22 +146,13 @@ def attend(call: LatentCall, num_sms: int) -> None:
     part_bytes = 16 * spec.rank * 2 + WARPS * 16 * 16  # as selected_parts.cuh counts
     left = torch.empty(items * parts * part_bytes, dtype=torch.uint8, device=q.device)
     params = struct_of("selected.cu")(
-        q=q.data_ptr(),
+        **call_params(call),
         kv=pool.data_ptr(),
-        out=out.data_ptr(),
-        lse=address(lse),
         parts=left.data_ptr(),
-        table=call.block_table.data_ptr(),
-        seq_lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
         indices=indices.data_ptr(),
-        **steps_of(q=q, o=out, l=lse),
         kv_block=pool.stride(0),
         kv_slot=pool.stride(1),
-        table_row=call.block_table.stride(0),
         indices_row=indices.stride(0),
-        scale=call.scale * 1.4426950408889634,  # scores are in base 2
-        num_reqs=call.block_table.shape[0],
         top_k=top_k,
         part_keys=-(-top_k // (16 * spec.cluster)) * 16,
         head_tiles=head_tiles,

@@ -235,6 +235,11 @@ class ModelState:
             if path not in self._weights:
                 yield f"{where} has weights of another class", [*map(type, module._parameters.values())]
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether layers have adapters, which can be switched to and fro."""
+        return bool(self._adapted)
+
     def changed(self) -> str | None:
         """What is not as it was, None if all is."""
         return self.changed_but_moved() or self.moved()

@@ -129,16 +129,6 @@ def test_caches_rotate_beyond_l2(case: AttentionCase) -> None:
 
 
 # ------------------------------------------------------------------------------------------ inputs and oracle
-def test_blocks_are_shuffled_and_owned_once() -> None:
-    case = make_case("smoke", (4, 2, 64), "many", [100, 33, 7, 200], dtype=torch.float32)
-    made = inputs.make_inputs(case, CPU)
-    owned = [made.block_table[row, : -(-length // 16)].tolist() for row, length in enumerate(case.seq_lens)]
-    flat = [block for row in owned for block in row]
-    assert sorted(flat) == list(range(1, case.num_blocks + 1))
-    assert flat != sorted(flat)
-    assert not torch.equal(made.k_caches[0], made.k_caches[-1])
-
-
 @pytest.mark.parametrize("elements", [1 << 26, 1 << 8])
 @pytest.mark.parametrize("case", [RAGGED, SPARSE], ids=["dense", "sparse"])
 def test_the_oracle_is_the_reference(

@@ -128,8 +128,3 @@ def test_threads_do_not_change_the_answer(op: str) -> None:
         torch.set_num_threads(before)
     for name in ("g", "beta") if op == "delta_gates" else ("out",):
         torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("op", MAKE)
-def test_no_tokens(op: str) -> None:
-    getattr(BACKEND_OPS["default"], op)(**MAKE[op](tokens=0))

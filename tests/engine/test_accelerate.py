@@ -330,11 +330,6 @@ def test_right_padding_and_caches_of_the_caller_are_refused(pair: tuple[Any, Any
         pair[1].generate(inputs_embeds=torch.zeros(1, 3, 64))
 
 
-def test_a_loop_of_the_callers_runs(pair: tuple[Any, Any]) -> None:
-    ids = padded([4])["input_ids"]
-    assert pair[1].generate(ids, custom_generate=lambda model, input_ids, **_: input_ids + 1).equal(ids + 1)
-
-
 def test_a_failing_row_raises_and_the_model_goes_on(
     pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

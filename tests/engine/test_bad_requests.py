@@ -34,7 +34,10 @@ FLOATS = [
 BAD = {
     **dict.fromkeys(("top_k", "seed"), INTEGERS),
     "max_new_tokens": [x for x in INTEGERS if x is not INTEGERS[8]] + [0, -1, None],
-    **{name: [*FLOATS, None] for name in ("temperature", "top_p", "min_p", "repetition_penalty")},
+    "temperature": [*FLOATS, None, 1e39],
+    "top_p": [*FLOATS, None, 0.0, 1e-50, 1.5],
+    "min_p": [*FLOATS, None, 1.1],
+    "repetition_penalty": [*FLOATS, None, 0.0, 1e-50, 1e39],
     "stop": ["text", ("",), (1,), {"a"}, None, (None,), b"x"],
     "stop_token_ids": [3, (1.5,), (True,), "12", {3}, None, (2**63,), (-1,), ("a",)],
     "ignore_eos": [1, None, "yes"],
@@ -106,6 +109,8 @@ def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: li
         generator.submit(PROMPTS[0], SamplingParams(stop_token_ids=(99,)))
     with pytest.raises(ArgumentError, match="^prompts: expected"):
         generator.generate([5, 6, 7])
+    with pytest.raises(ArgumentError, match="^tokenizer: expected"):
+        generator.submit("text")
     with pytest.raises(ArgumentError, match="^max_batch_size: expected an integer"):
         engine(faulty, max_batch_size=2.5)
     assert not generator.has_unfinished

@@ -13,7 +13,6 @@ import pytest
 import torch
 from sessions import KEPT, semaphore_of
 
-from torchpaged import ArgumentError
 from torchpaged.backends.choose import names as names_module
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.outputs import TextStream
@@ -89,75 +88,6 @@ def test_every_step_carries_a_kept_semaphore(
     assert not any(x.any() for x in seen)
 
 
-def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) -> None:
-    generator = Generator(model, block_size=4, max_batch_size=4)
-    params = SamplingParams(max_new_tokens=20)
-    tokens: dict[int, list[int]] = {}
-    ids = [generator.submit(PROMPTS[i], params) for i in (0, 2)]
-    for count, event in enumerate(generator.stream()):
-        if event.token_id is not None:
-            tokens.setdefault(event.request_id, []).append(event.token_id)
-        if count == 9:
-            ids += [generator.submit(PROMPTS[i], params) for i in (1, 3)]
-        if count == 20:
-            generator.cancel(ids[1])
-        if event.request_id == ids[1] and event.finish_reason:
-            assert event.finish_reason == "cancelled"
-            assert event.token_id is None
-    assert [tokens[ids[n]] for n in (0, 2, 3)] == [greedy[i] for i in (0, 1, 3)]
-    assert tokens[ids[1]] == greedy[2][: len(tokens[ids[1]])]
-    assert len(tokens[ids[1]]) < 20
-    assert free_again(generator)
-    generator.cancel(ids[1])
-    assert not generator.has_unfinished
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_new_tokens=20),
-        SamplingParams(max_new_tokens=20, temperature=0.9, seed=11, top_p=0.95),
-    ],
-    ids=str,
-)
-def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None:
-    want = [o.token_ids for o in Generator(model, block_size=4).generate(PROMPTS, params)]
-    small = Generator(model, block_size=4, num_blocks=16, max_seq_len=64)
-    got = small.generate(PROMPTS, params)
-    assert small.stats.preemptions > 0
-    assert [o.token_ids for o in got] == want
-    assert free_again(small)
-
-
-def test_a_request_that_fills_the_whole_pool_alone(model: Any, greedy: list[list[int]]) -> None:
-    generator = Generator(model, block_size=4, num_blocks=4)
-    output = generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0]
-    assert output.finish_reason == "out_of_blocks"
-    assert output.token_ids == greedy[0][: len(output.token_ids)]
-    assert len(output.token_ids) == 10
-    assert free_again(generator)
-
-
-def test_bad_requests_leave_the_others_alone(model: Any, greedy: list[list[int]]) -> None:
-    generator = Generator(model, block_size=4, num_blocks=20, max_seq_len=64)
-    good = generator.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
-    tokens = [e.token_id for e in generator.step()]
-    for bad, argument in (
-        ([], "prompt"),
-        ([99], "prompt"),
-        ([-1], "prompt"),
-        (list(range(80)), "prompt"),
-        ("text", "tokenizer"),
-    ):
-        with pytest.raises(ArgumentError, match=argument):
-            generator.submit(bad)
-    with pytest.raises(ArgumentError, match="prompt"):
-        generator.generate([PROMPTS[1], []])
-    tokens += [e.token_id for e in generator.stream() if e.request_id == good]
-    assert tokens == greedy[0]
-    assert free_again(generator)
-
-
 def test_ends(model: Any, greedy: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, max_seq_len=40)
     stop = greedy[0][5]
@@ -183,28 +113,6 @@ def test_a_seed_means_the_same_alone_and_in_a_batch(model: Any) -> None:
         PROMPTS, [others, others, others, params, SamplingParams(max_new_tokens=3)]
     )
     assert crowd[3].token_ids == alone
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_new_tokens": 0},
-        {"temperature": -1.0},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-        {"repetition_penalty": 0.0},
-        {"seed": 2**63},
-        {"stop": "text"},
-        {"stop": ("",)},
-    ],
-    ids=str,
-)
-def test_bad_sampling(bad: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(bad))):
-        SamplingParams(**bad)
 
 
 class Bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import GEMMA, IDS, build, logits_of, same
+from families import build, logits_of, same
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
@@ -123,21 +123,10 @@ def test_a_plain_cache_that_is_asked_for_is_updated() -> None:
         _ = paged(build("Bart", HEAD)).is_updated
 
 
-def t5gemma(implementation: str) -> PreTrainedModel:
-    half = {**GEMMA, "attn_logit_softcapping": None}
-    config = transformers.T5GemmaConfig(
-        encoder=dict(half), decoder=dict(half), decoder_start_token_id=1, **IDS
-    )
-    torch.manual_seed(0)
-    return transformers.T5GemmaForConditionalGeneration._from_config(
-        config, attn_implementation=implementation
-    ).eval()
-
-
 def test_t5gemma_makes_its_cross_cache_itself() -> None:
     """Of the class that it finds, and without sizes: the half that may be paged is the decoder's."""
-    given, model = inputs(padded=True), t5gemma("torchpaged")
-    want = logits_of(t5gemma("eager"), given)
+    given, model = inputs(padded=True), build("T5Gemma", HEAD, "torchpaged")
+    want = logits_of(build("T5Gemma", HEAD), given)
     for caches in ("paged", "dense"):
         torch.testing.assert_close(
             logits_of(model, given, CACHES[caches](model)),

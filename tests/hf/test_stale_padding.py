@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, logits_of
+from families import build, logits_of, same
 from models import padded_prompts
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
@@ -31,7 +31,7 @@ def interrupt(model: PreTrainedModel) -> Any:
     def fail(*_: object) -> None:
         raise Broken
 
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
     return layers[0].register_forward_pre_hook(fail)
 
 
@@ -161,7 +161,7 @@ def test_masks_that_differ_within_a_forward() -> None:
     cache = PagedCache(build("Gemma3").config, 2, 32)
     cache.masks.observe(asked(20, padded_prompts()["attention_mask"]))
     with pytest.raises(UnsupportedModelError, match="masks the padding of some layers"):
-        cache.masks.observe(asked(20, local_size=8))
+        cache.masks.observe(asked(20, local_size=16))
 
 
 def test_a_forward_longer_than_prepared() -> None:
@@ -175,3 +175,46 @@ def test_a_forward_longer_than_prepared() -> None:
     cache.masks.observe(asked(20, padded_prompts()["attention_mask"]))
     cache.masks.observe(asked(24))  # of another forward
     assert cache.masks.expected.take(2, 24) is None
+
+
+@pytest.mark.parametrize("stem", ["OPT", "Qwen2Moe", "Llama4"])
+def test_a_forward_called_directly(stem: str) -> None:
+    model, inputs = build(stem), padded_prompts()
+    with torch.no_grad():
+        want = model(**inputs, use_cache=False).logits[:, -1]
+        model.set_attn_implementation("torchpaged")
+        got = model(**inputs, past_key_values=PagedCache(model.config, 2, 32)).logits[:, -1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_chunked_prefill_of_a_model_that_makes_masks_of_ones() -> None:
+    model = build("OPT")
+    same(model, padded_prompts(), lambda: PagedCache(model.config, 2, 32, block_size=4), prefill_chunk_size=4)
+
+
+def test_padding_of_a_refused_forward_is_forgotten() -> None:
+    """A refused batch leaves no padding behind for the next one, which comes without a mask."""
+    model, inputs = build("OPT"), padded_prompts()
+    cache = PagedCache(model.config, 1, 32)
+    model.set_attn_implementation("torchpaged")
+    with torch.no_grad():
+        with pytest.raises(ArgumentError, match="max_batch_size"):
+            model(**inputs, past_key_values=cache)
+        ids = inputs["input_ids"][:1]
+        got = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_of_another_shape_is_forgotten() -> None:
+    """The forward before failed in the model's own code, after its mask was read and before anything
+    was written."""
+    model, inputs = build("OPT"), padded_prompts()
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache(model.config, 2, 32)
+    broken = {**inputs, "input_ids": inputs["input_ids"] + 1000}
+    with torch.no_grad():
+        with pytest.raises(IndexError):
+            model.generate(**broken, max_new_tokens=2, past_key_values=cache)
+        ids = inputs["input_ids"][:, :9]
+        got = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)

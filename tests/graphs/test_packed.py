@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from small_gpt import BLOCK, BLOCKS, GPT, VOCAB
+from torch import Tensor
 
-from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
+from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedKVCache
 from torchpaged.graphs import PackedBuffers, PackedGraphRunner, TapeCapture, bucket_table, staged
 from torchpaged.graphs.buckets import default_prefill_buckets
 from torchpaged.graphs.capture import EagerCapture
 from torchpaged.graphs.packed_buffers import PackedBatch
 
-HEADS, DIM, BLOCK, BLOCKS, VOCAB, COLUMNS = 4, 8, 4, 60, 50, 10
+COLUMNS = 10
 #: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket
 #: to its last token.
 BATCHES = {
@@ -27,29 +28,23 @@ BATCHES = {
 }
 
 
-class Toy(nn.Module):
-    """A layer of attention over a paged cache."""
+def pools_of(cache: PagedKVCache) -> list[Tensor]:
+    """Of all layers."""
+    return [pool for pools in cache for pool in pools[:2]]
+
+
+class Toy(GPT):
+    """Counts its steps; its caches hold numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, HEADS * DIM)
-        self.place = nn.Embedding(64, HEADS * DIM)
-        self.qkv = nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
-        self.attention = PagedAttention(HEADS, DIM, block_size=BLOCK, backend="reference")
-        self.cache = PagedKVCache.uniform(
-            1, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32
-        )
-        for pool in self.cache[0][:2]:
+        for pool in pools_of(self.cache):
             pool.copy_(torch.randn_like(pool))
         self.calls = 0
 
-    def forward(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:  # type: ignore[override]
         self.calls += 1
-        x = self.embed(input_ids) + self.place(metadata.positions)
-        q, k, v = self.qkv(x).view(-1, 3, HEADS, DIM).unbind(1)
-        x = x + self.attention(q, k, v, self.cache[0], metadata).reshape(x.shape)
-        return x[logits_indices] @ self.embed.weight.T
+        return super().forward(input_ids, metadata)[logits_indices]
 
 
 def batch_of(lens: list[tuple[int, int]]) -> dict[str, Any]:
@@ -106,11 +101,11 @@ def test_replays_equal_steps_without_buffers(capture: Any) -> None:
         [BATCHES[name] for name in ("full", "one", "chunks", "singles", "full", "several")],
     )
     for lens in batches:
-        for pool, old in zip(toy.cache[0][:2], fresh[0][:2], strict=True):
+        for pool, old in zip(pools_of(toy.cache), pools_of(fresh), strict=True):
             pool.copy_(old)
         want, cache = oracle(batch_of(lens))
         torch.testing.assert_close(r.run(**batch_of(lens)), want, rtol=1e-5, atol=1e-5)
-        for pool, expected in zip(toy.cache[0][:2], cache[0][:2], strict=True):
+        for pool, expected in zip(pools_of(toy.cache), pools_of(cache), strict=True):
             torch.testing.assert_close(pool, expected, rtol=1e-5, atol=1e-5)
     assert toy.calls == calls + (len(batches) if capture is EagerCapture else 0)
 
@@ -124,7 +119,7 @@ def test_requests_that_the_device_writes(capture: Any) -> None:
     toy = Toy()
     r = runner(toy, capture())
     r.run(**batch_of(BATCHES["full"]))  # what lies there before
-    for pool, old in zip(toy.cache[0][:2], Toy().cache[0][:2], strict=True):
+    for pool, old in zip(pools_of(toy.cache), pools_of(Toy().cache), strict=True):
         pool.copy_(old)
     metadata = AttentionMetadata.from_lists(
         [1, 1], [12, 40], whole["block_tables"][:2], block_size=BLOCK, max_blocks_per_req=COLUMNS
@@ -140,7 +135,7 @@ def test_requests_that_the_device_writes(capture: Any) -> None:
     lists = {name: numbers[2:] for name, numbers in whole.items() if name != "logits_indices"}
     out = r.run(**lists, logits_indices=whole["logits_indices"], fill=fill, filled=2)
     assert torch.equal(out, expected)
-    assert all(map(torch.equal, toy.cache[0][:2], caches[0][:2]))
+    assert all(map(torch.equal, pools_of(toy.cache), pools_of(caches)))
     for options, words in (({"filled": 2}, "fill is None"), ({"filled": 3, "fill": fill}, "1 to 1 requests")):
         with pytest.raises(ArgumentError, match=words):
             r.run(**lists, logits_indices=whole["logits_indices"], **options)
@@ -148,12 +143,12 @@ def test_requests_that_the_device_writes(capture: Any) -> None:
 
 def test_a_capture_writes_nothing_and_comes_with_the_first_step() -> None:
     toy = Toy()
-    before = [pool.clone() for pool in toy.cache[0][:2]]
+    before = [pool.clone() for pool in pools_of(toy.cache)]
     seen: list[tuple[int, int, str]] = []
     r = runner(toy, progress=lambda *a: seen.append(a))
     r.capture()
     r.launch_padding(16)
-    assert all(torch.equal(pool, old) for pool, old in zip(toy.cache[0][:2], before, strict=True))
+    assert all(torch.equal(pool, old) for pool, old in zip(pools_of(toy.cache), before, strict=True))
     assert [a[:2] for a in seen] == [(1, 2), (2, 2)]
     assert seen[0][2] == "prefill 16"
     later = runner(Toy())
@@ -287,14 +282,14 @@ def test_one_capture_serves_all_trees() -> None:
     """Words of bits are an input of the graph: on a tape, which runs no Python again, tree after tree gives
     what a step without buffers gives."""
     toy = Toy()
-    fresh = [pool.clone() for pool in toy.cache[0][:2]]
+    fresh = [pool.clone() for pool in pools_of(toy.cache)]
     r = runner(toy, TapeCapture(), trees=True, max_query_len=8)
     r.capture()
     calls = toy.calls
     for name in ("two", "one", "three", "two"):
         lens, parents = TREES[name]
         batch, other = batch_of(lens), Toy()
-        for pool, old in zip(toy.cache[0][:2], fresh, strict=True):
+        for pool, old in zip(pools_of(toy.cache), fresh, strict=True):
             pool.copy_(old)
         metadata = AttentionMetadata.from_lists(
             batch["query_lens"],

@@ -6,41 +6,21 @@ import numpy
 import pytest
 import torch
 from sessions import kept_session, semaphore_of
-from torch import Tensor, nn
+from small_gpt import BLOCK, BLOCKS, DIM, GPT, HEADS, KV_HEADS, TABLES, VOCAB, WIDTH
+from torch import Tensor
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
+from torchpaged import ArgumentError, AttentionMetadata, CaptureError
 from torchpaged.graphs import DecodeGraphRunner, TapeCapture
 from torchpaged.graphs.buckets import bucket_for, default_buckets, default_prefix_buckets
 from torchpaged.graphs.buffers import DecodeBatch, DecodeBuffers
 from torchpaged.graphs.capture import Captured, EagerCapture
 
-HEADS, DIM, BLOCK, BLOCKS, VOCAB = 4, 8, 4, 60, 50
 
+class Toy(GPT):
+    """Counts its steps."""
 
-class Toy(nn.Module):
-    """Two layers of embedding-width attention over a paged cache."""
-
-    def __init__(self, session: Session | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, HEADS * DIM)
-        self.place = nn.Embedding(64, HEADS * DIM)
-        self.qkv = nn.ModuleList(nn.Linear(HEADS * DIM, 3 * HEADS * DIM) for _ in range(2))
-        self.attention = nn.ModuleList(
-            PagedAttention(HEADS, DIM, block_size=BLOCK, session=session) for _ in range(2)
-        )
-        self.cache = PagedKVCache.uniform(
-            2, HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32
-        )
-        self.calls = 0
-
-    def forward(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        x = self.embed(input_ids) + self.place(metadata.positions)
-        for linear, attention, pools in zip(self.qkv, self.attention, self.cache, strict=True):
-            q, k, v = linear(x).view(-1, 3, HEADS, DIM).unbind(1)
-            x = x + attention(q, k, v, pools, metadata).reshape(x.shape)
-        return x @ self.embed.weight.T
+    calls = 0
 
     def step(self, input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -51,7 +31,7 @@ class Toy(nn.Module):
 def runner(toy: Any, capture: Any = None, **options: Any) -> DecodeGraphRunner:
     settings = {
         "max_batch_size": 4,
-        "max_blocks_per_req": 12,
+        "max_blocks_per_req": WIDTH,
         "block_size": BLOCK,
         "num_blocks": BLOCKS,
         "buckets": [1, 2, 4],
@@ -59,9 +39,6 @@ def runner(toy: Any, capture: Any = None, **options: Any) -> DecodeGraphRunner:
     }
     step = getattr(toy, "step", toy)
     return DecodeGraphRunner(step, **{**settings, "capture": capture or EagerCapture(), **options})
-
-
-TABLES = [list(range(1 + 12 * i, 13 + 12 * i)) for i in range(4)]
 
 
 def drive(run: Any, steps: int = 40) -> list[list[int]]:
@@ -127,7 +104,7 @@ def test_many_buckets_stay_under_dynamos_recompile_limit(no_codegen: None) -> No
 
 
 def test_tape_replays_without_python_and_equals_the_oracle() -> None:
-    session = kept_session(4, HEADS, HEADS, DIM)
+    session = kept_session(4, HEADS, KV_HEADS, DIM)
     toy = Toy(session)
     r = runner(toy, TapeCapture(), debug=True, watch={"k": toy.cache[0].k_cache}, session=session)
     r.capture()
@@ -141,7 +118,7 @@ def test_tape_replays_without_python_and_equals_the_oracle() -> None:
 def test_a_semaphore_left_set_is_noticed() -> None:
     """Every bucket attends with the session's semaphore, and loading a batch does not hide that it was
     left set."""
-    session = kept_session(4, HEADS, HEADS, DIM)
+    session = kept_session(4, HEADS, KV_HEADS, DIM)
     r = runner(Toy(session), EagerCapture(), session=session)
     r.capture()
     for call in (r.run, r.run_eager):

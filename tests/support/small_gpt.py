@@ -11,12 +11,12 @@ from torchpaged import AttentionMetadata, PagedAttention, PagedKVCache
 from torchpaged.backends import Session
 from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner, TapeCapture
 
-LAYERS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, WIDTH, VOCAB = 2, 4, 2, 16, 4, 40, 8, 50
+LAYERS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, WIDTH, VOCAB = 2, 4, 2, 16, 4, 60, 12, 50
 HIDDEN = HEADS * DIM
 
 
 class Decoder(nn.Module):
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | None) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
         self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * DIM)
@@ -36,7 +36,7 @@ class Decoder(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.session = session

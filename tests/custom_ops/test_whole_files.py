@@ -56,3 +56,18 @@ def test_a_folder_that_another_process_made_stays(tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "theirs").touch()
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["theirs"]
+
+
+def test_a_folder_where_the_file_shall_be(tmp_path: Path) -> None:
+    """Nothing is lost in silence: the caller would look for its file there."""
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="folder"), replacing(tmp_path / "folder") as path:
+        path.write_text("x")
+    assert [*tmp_path.iterdir()] == [tmp_path / "folder"]
+
+
+def test_pipes_and_devices_stay(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="Neither a file"), replacing(tmp_path / "pipe") as path:
+        path.write_text("x")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)

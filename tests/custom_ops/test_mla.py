@@ -152,17 +152,17 @@ def test_float64_is_the_references() -> None:
         CPU.mla_attention(**given)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_one_graph_for_all_sizes(fp8: bool) -> None:
+@pytest.mark.parametrize(("fp8", "sparse"), [(False, False), (True, False), (False, True)])
+def test_one_graph_for_all_sizes(fp8: bool, sparse: bool) -> None:
     """Written and read in one trace, without a copy of the pool, at any number of requests."""
     torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def step(q: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, pool: Tensor, *batch: Tensor) -> Tensor:
+    def step(q: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, pool: Tensor, *batch: Any) -> Tensor:
         CPU.write_latent(kv_c, k_pe, pool, slots)
         out = q.new_empty(*q.shape[:2], kv_c.shape[1])
-        CPU.mla_attention(q, pool, *batch, out, max_query_len=1, scale=0.2)
+        CPU.mla_attention(q, pool, *batch[:3], out, max_query_len=1, scale=0.2, indices=batch[3])
         return out
 
     for rows in (5, 3, 9):  # unlike every other size
@@ -172,15 +172,21 @@ def test_one_graph_for_all_sizes(fp8: bool) -> None:
         table = torch.arange(1, rows + 1, dtype=torch.int32)[:, None]
         lens, starts = torch.full((rows,), 3, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
         slots, q = table[:, 0].long() * 4 + 2, torch.randn(rows, 2, 24)
-        got = step(q, kv_c, k_pe, slots, pool, table, lens, starts)
+        indices = torch.randint(-1, 4, (rows, 7), dtype=torch.int32) if sparse else None
+        got = step(q, kv_c, k_pe, slots, pool, table, lens, starts, indices)
         if fp8:
             assert pool.view(torch.uint8)[1 : rows + 1, 2].any(-1).all()
         else:
             assert torch.equal(pool[1 : rows + 1, 2, 0], torch.cat((kv_c, k_pe), dim=-1))
         want = torch.empty_like(got)
-        REFERENCE.mla_attention(q, pool, table, lens, starts, want, max_query_len=1, scale=0.2)
+        options: dict[str, Any] = {"max_query_len": 1, "scale": 0.2, "indices": indices}
+        REFERENCE.mla_attention(q, pool, table, lens, starts, want, **options)
         torch.testing.assert_close(got, want)
     assert counter.frame_count == 1
+    if sparse:
+        with pytest.raises(Exception, match="indices: expected"):
+            torch.compile(step)(q, kv_c, k_pe, slots, pool, table, lens, starts, indices.long())
+        return
     width, refused = 25, "out: expected at most the queries' width"
     if fp8:
         width, refused = 20, "q: expected what fits the pool's width 36"

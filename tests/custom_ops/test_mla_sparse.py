@@ -14,8 +14,6 @@ from op_inputs.latent import (
     run_mla_attention,
     selected,
 )
-from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
@@ -89,29 +87,3 @@ def test_the_hopper_kernel_leaves_them_to_triton() -> None:
     why = shape.why_not(call._replace(indices=selected(batch, "some")), (9, 0))
     assert why is not None
     assert why.startswith("indices")
-
-
-def test_one_graph_for_all_sizes() -> None:
-    torch._dynamo.reset()  # another test's model may have made sizes dynamic
-    counter = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def step(q: Tensor, indices: Tensor, *batch: Tensor) -> Tensor:
-        out = q.new_empty(*q.shape[:2], 16)
-        CPU.mla_attention(q, *batch, out, max_query_len=1, scale=0.2, indices=indices)
-        return out
-
-    pool = torch.randn(12, 4, 1, 24)
-    for rows in (5, 3, 9):  # unlike every other size
-        table = torch.arange(1, rows + 1, dtype=torch.int32)[:, None]
-        lens, starts = torch.full((rows,), 3, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
-        q, indices = torch.randn(rows, 2, 24), torch.randint(-1, 4, (rows, 7), dtype=torch.int32)
-        got = step(q, indices, pool, table, lens, starts)
-        want = torch.empty_like(got)
-        REFERENCE.mla_attention(
-            q, pool, table, lens, starts, want, max_query_len=1, scale=0.2, indices=indices
-        )
-        torch.testing.assert_close(got, want)
-    assert counter.frame_count == 1
-    with pytest.raises(Exception, match="indices: expected"):
-        torch.compile(step)(q, indices.long(), pool, table, lens, starts)

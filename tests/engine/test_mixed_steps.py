@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_requests import drawn
 
 from torchpaged import ArgumentError
 from torchpaged.backends import Limits
@@ -19,23 +20,9 @@ SIZES = {"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk
 
 @pytest.fixture(scope="module")
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of one token to several chunks, two with a common beginning; greedy and seeded, with penalties,
-    stop ids, ends within a launch."""
-    rng = random.Random(4)
-    prompts = [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 5, 13, 40]))] for _ in range(14)]
+    """Prompts of one token to several chunks, two with a common beginning."""
+    prompts, params = drawn(14, (1, 2, 5, 13, 40), seed=4)
     prompts[5] = [*prompts[4], *range(20, 40)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 21),
-            temperature=0.9 * (i % 2),
-            seed=i,
-            top_k=30 if i % 4 == 1 else 0,
-            repetition_penalty=1.3 if i > 6 else 1.0,
-            ignore_eos=i % 3 == 0,
-            stop_token_ids=(9, 61, 2),
-        )
-        for i in range(14)
-    ]
     return prompts, params
 
 

@@ -1,12 +1,12 @@
 """Prefills in graphs through the engine: the tokens of the engine without graphs, whatever shares a step;
 options, reasons and reports."""
 
-import random
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from engine_requests import drawn
 
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.backends import GraphSupport
@@ -33,19 +33,8 @@ def generator(model: Any, **options: Any) -> Generator:
 
 @pytest.fixture(scope="module")
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of one step, of several, and several to a step; greedy and seeded."""
-    rng = random.Random(1)
-    prompts = [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 3, 5, 13, 40]))] for _ in range(12)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 15),
-            temperature=0.9 * (i % 2),
-            seed=i,
-            repetition_penalty=1.3 if i > 8 else 1.0,
-        )
-        for i in range(12)
-    ]
-    return prompts, params
+    """Prompts of one step, of several, and several to a step."""
+    return drawn(12, (1, 2, 3, 5, 13, 40), seed=5)
 
 
 @pytest.fixture(scope="module")

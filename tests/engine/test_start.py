@@ -3,7 +3,6 @@ stays as it was."""
 
 import copy
 import logging
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from engine_requests import drawn
 from kernels_of_steps import SMS, step_kernels
 from model_coverage.architectures import model_of
 from specialisations import specialisation
@@ -26,6 +26,7 @@ from torchpaged.graphs.buckets import default_buckets
 from torchpaged.hf import PagedModel
 
 SIZES = {"block_size": 4, "max_batch_size": 12, "max_seq_len": 96, "prefill_chunk_size": 48}
+LENGTHS = (1, 2, 5, 9, 30, 70)
 SPECS = {
     "llama-1b": specialisation(dim=64),
     "llama-8b": specialisation(),
@@ -38,25 +39,8 @@ SPECS = {
 }
 
 
-def load(count: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Random requests, of all lengths and ways to sample."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 5, 9, 30, 70]))] for _ in range(count)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 12),
-            temperature=rng.choice([0.0, 0.8]),
-            top_k=rng.choice([0, 5]),
-            repetition_penalty=rng.choice([1.0, 1.2]),
-            seed=index,
-        )
-        for index in range(count)
-    ]
-    return prompts, params
-
-
 def tokens(generator: Generator, count: int = 40) -> list[list[int]]:
-    return [output.token_ids for output in generator.generate(*load(count))]
+    return [output.token_ids for output in generator.generate(*drawn(count, LENGTHS, most=12))]
 
 
 class _Compiler:

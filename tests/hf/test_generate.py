@@ -188,18 +188,22 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_overlong_compiled_steps_fail_loudly() -> None:
-    """Nothing on the host counts when a step is compiled by hand: the in-graph assertion fires."""
+@pytest.mark.parametrize(
+    ("sizes", "words"), [((1, 8), "more tokens than max_seq_len"), ((2, 32, 12), "by hand")]
+)
+def test_overlong_compiled_steps_fail_loudly(sizes: tuple[int, ...], words: str) -> None:
+    """Nothing on the host counts when a step is compiled by hand: the in-graph assertion fires, where rows
+    grow, too."""
     torch._dynamo.reset()
     model = tiny("Llama", num_hidden_layers=2)
     model.set_attn_implementation("torchpaged")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    cache = PagedCache(model.config, 1, 8, block_size=4)
+    cache = PagedCache(model.config, *sizes[:2], block_size=4, num_blocks=sizes[2] if sizes[2:] else None)
     with torch.no_grad():
         model(torch.randint(3, 99, (1, 7)), past_key_values=cache)
         step = {"input_ids": torch.tensor([[5]]), "past_key_values": cache}
         compiled(position_ids=torch.tensor([[7]]), **step)
-        with pytest.raises(RuntimeError, match="more tokens than max_seq_len"):
+        with pytest.raises(RuntimeError, match=words):
             compiled(position_ids=torch.tensor([[8]]), **step)
 
 

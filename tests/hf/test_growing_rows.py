@@ -156,21 +156,6 @@ def test_generates_own_compiled_steps_grow() -> None:
     assert cache.pool.num_used == 2 * 8
 
 
-@pytest.mark.slow
-def test_a_step_compiled_by_hand_fails_where_the_rows_end() -> None:
-    torch._dynamo.reset()
-    model = paged()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    cache = PagedCache(model.config, 2, 32, block_size=4, num_blocks=12)
-    with torch.no_grad():
-        model(torch.randint(3, 99, (1, 7)), past_key_values=cache)
-        step = {"input_ids": torch.tensor([[5]]), "past_key_values": cache}
-        compiled(position_ids=torch.tensor([[7]]), **step)
-        with pytest.raises(RuntimeError, match="compiled by hand"):
-            compiled(position_ids=torch.tensor([[8]]), **step)
-        cache.reset()
-
-
 def test_rows_are_reordered_behind_a_graph_that_was_replayed() -> None:
     """Which moved them on without the host."""
     model = paged()

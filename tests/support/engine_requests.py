@@ -1,7 +1,8 @@
 """Requests of a tiny model, and ways to run them, of tests of the engine."""
 
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +22,28 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 #: Sizes of a Llama that takes these.
 TINY = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+
+
+def drawn(
+    count: int, lengths: Sequence[int], seed: int = 0, most: int = 21
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Random prompts of these lengths, and for each up to ``most`` tokens: greedy and seeded ones by turns,
+    with a penalty, ids that stop, ends within a launch."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(8, 99) for _ in range(rng.choice(lengths))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_new_tokens=rng.randint(1, most),
+            temperature=0.9 * (i % 2),
+            seed=i,
+            top_k=30 if i % 4 == 1 else 0,
+            repetition_penalty=1.3 if i > 6 else 1.0,
+            ignore_eos=i % 3 == 0,
+            stop_token_ids=(9, 61, 2),
+        )
+        for i in range(count)
+    ]
+    return prompts, params
 
 
 def faulty_model(model: Any, num_blocks: int = 70) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from op_inputs.state import NAN, Rows, batch_tensors, clone, tokens_of
+from op_inputs.state import NAN, Rows, batch_tensors, clone, poisoned, tokens_of
 from torchpaged.custom_ops import BackendOps
 from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
@@ -47,10 +47,8 @@ def make_channel_inputs(
     sizes = [channels, channels, channels, key_dim, key_dim]
     whole = torch.randn(tokens, sum(sizes) + 5, dtype=dtype)[:, : sum(sizes)]
     x, gate, dt, b, c = whole.split(sizes, dim=1)
-    state = torch.full((num_slots, channels, key_dim, 1), NAN, dtype=state_dtype or exact)
-    for (context, _), slot in zip(batch.rows, given["state_slots"].tolist(), strict=True):
-        if context and slot:
-            state[slot] = torch.randn(state.shape[1:])
+    state = torch.randn(num_slots, channels, key_dim, 1, dtype=state_dtype or exact)
+    poisoned(state, batch, given["state_slots"])
     if op == "selective_scan":
         parameters = {
             "dt": dt,

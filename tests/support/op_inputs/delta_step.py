@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_inputs.state import NAN, Rows, batch_tensors, exact_conv, exact_linear
+from op_inputs.state import NAN, Rows, batch_tensors, exact_conv, exact_linear, poisoned
 from op_inputs.state_gates import exact_gated_norm, exact_gates
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.state.call import DeltaStepCall
@@ -69,12 +69,10 @@ def make_delta_step_inputs(
     sizes = [channels, heads * value_dim, heads, decays]
     x, gate, b, a = torch.randn(num_tokens, sum(sizes) + 6, dtype=dtype)[:, : sum(sizes)].split(sizes, dim=1)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    conv_state = torch.full((num_slots, width - 1, channels), NAN, dtype=dtype)
-    state = torch.full((num_slots, heads, key_dim, value_dim), NAN, dtype=state_dtype or exact)
-    for (context, _), slot in zip(batch.rows, given["state_slots"].tolist(), strict=True):
-        if context and slot:
-            for pool in (conv_state, state):
-                pool[slot] = torch.randn(pool.shape[1:])
+    conv_state = torch.randn(num_slots, width - 1, channels, dtype=dtype)
+    state = torch.randn(num_slots, heads, key_dim, value_dim, dtype=state_dtype or exact)
+    for pool in (conv_state, state):
+        poisoned(pool, batch, given["state_slots"])
     return {
         "x": x,
         "weight": torch.randn(channels, 1, width, dtype=dtype)[:, 0] / width,
@@ -114,16 +112,22 @@ def exact_delta_step(inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @on_host
-def assert_delta_step_close(ops: BackendOps, reference: BackendOps, inputs: dict[str, Any]) -> None:
+def assert_step_close(
+    ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any], exact: dict[str, Tensor]
+) -> None:
     """Run one backend's op: ``out`` and the pools it leaves against the oracle, within the error budget of
     their dtypes; inputs of the convolution to the bit; NaN where no row wrote."""
-    exact = exact_delta_step(inputs)
     host = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    reference.delta_step(**host)
-    ops.delta_step(**inputs)
+    getattr(reference, op)(**host)
+    getattr(ops, op)(**inputs)
     want = exact.pop("conv_state").to(inputs["x"].dtype)
     torch.testing.assert_close(inputs["conv_state"].cpu(), want.cpu(), rtol=0, atol=0, equal_nan=True)
     products = inputs["x"].dtype  # keys and values are rounded to it
     for name, result in exact.items():
         factor = 6.0 if products == torch.float32 else 2.0  # in float32 nothing hides the order of sums
-        assert_within_budget(f"delta_step {name}", inputs[name], host[name], result, products, factor)
+        assert_within_budget(f"{op} {name}", inputs[name], host[name], result, products, factor)
+
+
+def assert_delta_step_close(ops: BackendOps, reference: BackendOps, inputs: dict[str, Any]) -> None:
+    """`assert_step_close`."""
+    assert_step_close(ops, reference, "delta_step", inputs, exact_delta_step(inputs))

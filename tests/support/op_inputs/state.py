@@ -70,7 +70,7 @@ def batch_tensors(batch: Rows, num_slots: int) -> dict[str, Any]:
     }
 
 
-def _poisoned(pool: Tensor, batch: Rows, slots: Tensor) -> Tensor:
+def poisoned(pool: Tensor, batch: Rows, slots: Tensor) -> Tensor:
     """NaN wherever no row goes on from: in slot 0, in free slots, and where a request begins."""
     kept = pool.clone()
     pool.fill_(NAN)
@@ -101,7 +101,7 @@ def make_conv_inputs(
     return {
         "x": torch.randn(num_tokens, channels + 8, dtype=dtype)[:, :channels],
         "weight": torch.randn(channels, width, dtype=dtype) / width,
-        "conv_state": _poisoned(pool, batch, given["state_slots"]),
+        "conv_state": poisoned(pool, batch, given["state_slots"]),
         **{name: given[name] for name in ("state_slots", "seq_lens", "query_start_loc")},
         "out": torch.full((num_tokens, channels), NAN, dtype=dtype),
         "bias": torch.randn(channels, dtype=dtype) if bias else None,
@@ -149,7 +149,7 @@ def make_linear_inputs(
         "k": k.unflatten(-1, (key_heads, key_dim)),
         "v": v.unflatten(-1, (heads, value_dim)),
         "g": -torch.rand(num_tokens, heads, *((key_dim,) if by_key else ()), dtype=wide) * 2,
-        "state": _poisoned(pool, batch, given["state_slots"]),
+        "state": poisoned(pool, batch, given["state_slots"]),
         **{name: given[name] for name in ("state_slots", "seq_lens", "query_start_loc")},
         "out": torch.full((num_tokens, heads, value_dim), NAN, dtype=out_dtype or dtype),
         "beta": torch.rand(num_tokens, heads, dtype=dtype) if beta else None,

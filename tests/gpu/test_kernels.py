@@ -1,8 +1,5 @@
-"""The Triton and CUDA C++ kernels of attention on a GPU at models' sizes: the oracle, capture once and replay
-with other lengths, no synchronisation. Their masks and opcheck: tests/custom_ops/test_cpu_kernels.py."""
-
-from collections.abc import Iterator
-from typing import Any
+"""The Triton and CUDA C++ kernels of attention on a GPU at models' sizes against the oracle. Their masks and
+opcheck: tests/custom_ops/test_cpu_kernels.py; replays of a capture: tests/testing/test_graph_conformance.py."""
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
     BATCH_SPECS,
     BatchSpec,
-    assert_attention_close,
     make_batch,
     run_paged_attention,
 )
@@ -90,71 +86,6 @@ def test_fp8_caches(backend: str, dtype: torch.dtype) -> None:
     options = {"k_scale": scales[0], "v_scale": scales[1]}
     got, want = (run_paged_attention(ops, batch, **options) for ops in (BACKEND_OPS[backend], REFERENCE))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-
-
-@pytest.fixture
-def no_sync() -> Iterator[None]:
-    """Launches must not synchronise the host."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-REPLAYS = [
-    BatchSpec("full", (96, 96, 96, 96), (1, 1, 1, 1)),
-    BatchSpec("short", (1, 2, 3, 4), (1, 1, 1, 1)),
-    BatchSpec("skewed", (96, 1, 33, 16), (1, 1, 1, 1)),
-    BatchSpec("padded", (50, 17, 0, 0), (1, 1, 0, 0), padded_tokens=2),
-    BatchSpec("empty", (0, 96, 0, 5), (1, 1, 1, 1)),
-    BatchSpec("edges", (15, 16, 17, 64), (1, 1, 1, 1)),
-]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"window_left": 20}, {"logits_soft_cap": 4.0}], ids=str)
-def test_one_capture_serves_every_length(backend: str, options: dict[str, Any], no_sync: None) -> None:
-    shape = {"dtype": torch.bfloat16, "device": "cuda", "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    batches = [make_batch(spec, seed=i, **shape) for i, spec in enumerate(REPLAYS)]
-    rows = max(b.k_cache.shape[0] for b in batches)
-    width = max(b.block_table.shape[1] for b in batches)
-    q = torch.zeros(4, 8, 64, dtype=torch.bfloat16, device="cuda")
-    pools = [torch.zeros(rows, 16, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    table = torch.zeros(4, width, dtype=torch.int32, device="cuda")
-    lens, starts = (
-        torch.zeros(4, dtype=torch.int32, device="cuda"),
-        torch.zeros(5, dtype=torch.int32, device="cuda"),
-    )
-    out, lse = torch.empty_like(q), torch.empty(4, 8, device="cuda")
-
-    def load(batch: Any) -> None:
-        q.copy_(batch.q)
-        for pool, source in zip(pools, (batch.k_cache, batch.v_cache), strict=True):
-            pool[: source.shape[0]].copy_(source)
-        table.zero_()
-        table[: len(batch.block_table), : batch.block_table.shape[1]].copy_(batch.block_table)
-        lens.copy_(batch.seq_lens)
-        starts.copy_(batch.query_start_loc)
-
-    def launch() -> None:
-        BACKEND_OPS[backend].paged_attention(
-            q, *pools, table, lens, starts, out, lse, max_query_len=1, scale=0.125, **options
-        )
-
-    load(batches[0])
-    torch.cuda.set_sync_debug_mode("error")
-    launch()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    for batch in (*batches, batches[0]):
-        load(batch)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert_attention_close(out, lse, batch, **options)
-        first = out.clone()
-        graph.replay()
-        assert torch.equal(out, first), "bitwise repeatable"
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -85,16 +85,14 @@ def pools(kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32) 
 
 
 def module(backend: str = "auto", fp8: bool = False, **options: Any) -> Any:
-    """Steps of a module over rows of a cache: prompts, then a decode step made from that batch."""
+    """Steps of a module over rows of a cache: prompts, then a decode step."""
     cache = pools(dtype=torch.float8_e4m3fn if fp8 else torch.float32)
     layer = PagedAttention(
         4, 16, 2, backend=backend, kv_dtype=cache.dtype, device="cpu", dtype=torch.float32, **options
     )
     rows = cache.allocate(2, max_seq_len=20)
-    batch = rows.append([5, 1])
-    out = [layer(*qkv(6), cache[0], batch)]
-    out += [batch.decodes_after([1]).query_start_loc]
-    return [*out, layer(*qkv(2), cache[0], rows.append([1, 1])), *cache[0]]
+    out = layer(*qkv(6), cache[0], rows.append([5, 1]))
+    return [out, layer(*qkv(2), cache[0], rows.append([1, 1])), *cache[0]]
 
 
 def functions() -> Any:
@@ -105,7 +103,7 @@ def functions() -> Any:
     torchpaged.copy_blocks(*cache[0][:2], [(1, 6), (2, 7)])
     starts = batch.block_table, batch.seq_lens, batch.query_start_loc
     out, lse = torchpaged.paged_attention(q, *cache[0][:2], *starts, max_query_len=5, return_lse=True)
-    step = batch.decodes_after()
+    step = AttentionMetadata.from_lists([1, 1], [9, 6], [[1, 2, 3], [4, 5]], block_size=4)
     ids = torch.zeros(2, dtype=torch.int64, device=CPU)
     assert step.positions is not None
     assert step.slot_mapping is not None

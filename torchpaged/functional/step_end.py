@@ -26,8 +26,7 @@ def advance_step(
     """Turn the buffers of one decode step into those of the next, in place and on the device.
 
     The step that ended may have been a prefill or a mixed one: a row's next token stands behind its
-    ``seq_lens`` tokens, whatever was computed of them just now. `AttentionMetadata.decodes_after` makes the
-    buffers of the step to come.
+    ``seq_lens`` tokens, whatever was computed of them just now.
 
     Rows with seq_len 0 (padding) and rows whose table is full keep their values and get slot -1.
 

@@ -121,42 +121,6 @@ class AttentionMetadata:
             )
         return self.slot_mapping
 
-    def decodes_after(self, unfinished: Sequence[int] = ()) -> "AttentionMetadata":
-        """The buffers of the decode step that follows this one, for `torchpaged.advance_step` to fill: a row
-        per request, of this step's lengths. Rows whose prefill has just ended are rows like any other::
-
-            batch = mixed.decodes_after(unfinished=[2])
-            advance_step(sampled, batch.block_table, input_ids, batch.positions, batch.seq_lens,
-                         batch.slot_mapping, block_size=16)
-
-        Args:
-            unfinished: rows that have no token yet, since their prompt goes on in a later step; they become
-                padding rows.
-
-        Raises:
-            ArgumentError: a row that is not there, or a batch of trees, whose drafts are not all kept.
-        """
-        if self.tree_mask is not None:
-            raise ArgumentError(
-                "tree_mask",
-                "None: the next step would read the keys of every branch",
-                "a batch of trees",
-                "keep one branch's tokens and build the batch of what is left",
-            )
-        bad = [row for row in unfinished if not 0 <= row < self.num_reqs]
-        if bad:
-            raise ArgumentError("unfinished", f"rows in [0, {self.num_reqs})", str(bad))
-        sizes = BatchSizes(self.num_reqs, self.num_reqs, 0)
-        names = ("query_start_loc", "slot_mapping", "positions")
-        fields: Any = {name: FIELDS[name].make(sizes, self.seq_lens.device) for name in names}
-        starts = fields["query_start_loc"]
-        torch.arange(self.num_reqs + 1, out=starts, device=starts.device)
-        seq_lens = self.seq_lens.clone()
-        if unfinished:
-            seq_lens[to_device(list(unfinished), torch.int64, seq_lens.device)] = 0
-        fields |= {"max_query_len": 1, "block_size": self.block_size, "query_lens": (1,) * self.num_reqs}
-        return AttentionMetadata(self.block_table, seq_lens, **fields)
-
     def to(self, device: torch.device | str) -> "AttentionMetadata":
         """The same batch on ``device``; copies from pinned memory do not block."""
         moved: Any = {name: x.to(device, non_blocking=True) for name, x in self.tensors().items()}

@@ -1,5 +1,5 @@
 """The Triton and CUDA C++ kernels of attention on a GPU at models' sizes against the oracle. Their masks and
-opcheck: tests/custom_ops/test_cpu_kernels.py; replays of a capture: tests/testing/test_graph_conformance.py."""
+opcheck: tests/custom_ops/test_cpu_kernels.py; replays: tests/testing/test_graph_conformance.py."""
 
 import pytest
 import torch

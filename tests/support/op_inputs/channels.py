@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from op_inputs.state import NAN, Rows, batch_tensors, clone, poisoned, tokens_of
+from op_inputs.state import NAN, Rows, assert_op_close, batch_tensors, poisoned, tokens_of
 from torchpaged.custom_ops import BackendOps
-from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Sizes: Mamba's states of 16, several tiles of channels, and odd ones; RecurrentGemma's blocks, one of them
@@ -104,13 +103,6 @@ def _exact_channels(op: str, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 @on_host
 def assert_channels_close(ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any]) -> None:
-    """Run one backend's op: ``out`` and the pool it leaves against the oracle, within the error budget of
-    their dtypes; NaN where no row wrote, zeros in the outputs of tokens that no row has."""
+    """`assert_op_close`."""
     exact = _exact_channels(op, inputs)
-    host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in clone(inputs).items()}
-    getattr(reference, op)(**host)
-    getattr(ops, op)(**inputs)
-    for name, want in exact.items():
-        dtype = inputs["x"].dtype
-        factor = 6.0 if dtype == torch.float32 else 2.0  # in float32 nothing hides the order of sums
-        assert_within_budget(f"{op} {name}", inputs[name], host[name], want, dtype, factor)
+    assert_op_close(ops, reference, op, inputs, exact, products=inputs["x"].dtype)

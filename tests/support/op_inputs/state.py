@@ -255,25 +255,33 @@ def assert_zeros(call: LinearAttentionCall, live: Tensor, short: int, before: fl
     return int(zeros.sum())
 
 
-@on_host
-def assert_state_close(
+def assert_op_close(
     ops: BackendOps,
     reference: BackendOps,
     op: str,
     inputs: dict[str, Any],
+    exact: dict[str, Tensor],
     products: torch.dtype | None = None,
     factor: float | None = None,
 ) -> None:
-    """Run one backend's op: ``out`` and the pool it leaves against the oracle, within the error budget of
-    their dtypes; NaN where no row wrote. ``products``: the dtype to which the backend rounds what it
-    multiplies, where that is coarser than its results: then their budget is that of this dtype. ``factor``:
-    of the reference's error; default: 6 in float32, where nothing hides the order of sums, else 2."""
-    pool = "conv_state" if op == "causal_conv" else "state"
-    exact = exact_conv(inputs) if op == "causal_conv" else exact_linear(inputs)
+    """Run one backend's op: what it writes against ``exact``, the oracle's, within the error budget of their
+    dtypes; NaN where no row wrote. ``products``: the dtype to which the backend rounds what it multiplies,
+    where that is coarser than its results: then their budget is that of this dtype. ``factor``: of the
+    reference's error; default: 6 in float32, where nothing hides the order of sums, else 2."""
     host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in clone(inputs).items()}
     getattr(reference, op)(**host)
     getattr(ops, op)(**inputs)
-    for name, want in zip(("out", pool), exact, strict=True):
+    for name, want in exact.items():
         dtype = products or inputs[name].dtype
         times = factor or (6.0 if dtype == torch.float32 else 2.0)
         assert_within_budget(f"{op} {name}", inputs[name], host[name], want, dtype, times)
+
+
+@on_host
+def assert_state_close(
+    ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any], *budget: Any, **options: Any
+) -> None:
+    """`assert_op_close` of ``causal_conv`` or ``linear_attention``: ``out``, and the pool it leaves."""
+    pool, oracle = ("conv_state", exact_conv) if op == "causal_conv" else ("state", exact_linear)
+    exact = dict(zip(("out", pool), oracle(inputs), strict=True))
+    assert_op_close(ops, reference, op, inputs, exact, *budget, **options)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_inputs.state import NAN, assert_op_close
 from torchpaged.custom_ops import BackendOps
-from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Heads, groups in which they stand together, and numbers per head: as in Qwen3.5, in Qwen3-Next, odd ones.
@@ -22,7 +22,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "bailing": {"heads": 6, "groups": 3, "width": 20, "by_key": True, "bound": -5.0},
     "granite": {"heads": 1, "groups": 1, "width": 3072, "ssd": True},
 }
-NAN = float("nan")
 
 
 def _grouped(tokens: int, groups: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -125,11 +124,7 @@ def exact_gated_norm(inputs: dict[str, Any]) -> dict[str, Tensor]:
 def assert_gates_close(ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any]) -> None:
     """Run one backend's op against the oracle; a decay next to 1 to the digits of what it lacks of 1."""
     exact = (exact_gates if op == "delta_gates" else exact_gated_norm)(inputs)
-    host = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    getattr(reference, op)(**host)
-    getattr(ops, op)(**inputs)
-    for name, want in exact.items():
-        assert_within_budget(f"{op} {name}", inputs[name], host[name], want, inputs[name].dtype, 4.0)
+    assert_op_close(ops, reference, op, inputs, exact, factor=4.0)
     if "g" in exact:
         # a bounded decay is an exponential of up to 200, whose digits are those of its argument
         rtol, atol = (1e-5, 0.0) if inputs.get("bound") is None else (1e-4, 1e-30)

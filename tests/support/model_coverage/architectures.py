@@ -1,5 +1,5 @@
-"""Tiny random models of every decoder architecture that transformers maps to a CausalLM, by model type:
-float32, no downloads.
+"""Tiny random models of every decoder architecture that transformers maps to a CausalLM, and of `UNMAPPED`,
+by model type: float32, no downloads.
 
 A config takes of `SIZES` what it has fields for, and `OPTIONS` on top; windows and chunks are shorter than
 the prompts.
@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,6 +30,8 @@ LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("moshi", "musicgen", "musicgen_melody", "moss_transcribe_diarize"), "audio codes"),
     "gpt-sw3": "GPT-2 under another name",
 }
+#: Decoders by themselves that transformers maps to no CausalLM.
+UNMAPPED: dict[str, str] = {"mistral4": "Mistral4ForCausalLM"}
 _NAMES_OF_ONE_SIZE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size d_model n_embd n_embed dim embed_dim emb_dim hidden_dim lru_width": 64,
@@ -136,6 +139,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ),
         _MLA,
     ),
+    # a scale of queries that a short text meets
+    "mistral4": {
+        **_MLA,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXER),
     **dict.fromkeys(("exaone4", "exaone_moe", "cohere2", "cohere2_moe", "olmo3", "gpt_oss"), _SLIDING_FULL),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _FOUR),
@@ -332,9 +348,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def model_types() -> list[str]:
     """Every architecture that this transformers has and that is built here, sorted."""
-    return sorted(
-        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in LEFT_OUT and name in CONFIG_MAPPING
-    )
+    names = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *UNMAPPED]
+    return sorted(name for name in names if name not in LEFT_OUT and name in CONFIG_MAPPING)
 
 
 def config_of(model_type: str, options: dict[str, Any] | None = None) -> PretrainedConfig:
@@ -368,7 +383,10 @@ def model_of(model_type: str, implementation: str | None = None) -> PreTrainedMo
     """A model in eval mode, the same weights every time, wide enough that greedy tokens differ.
     ``implementation`` None: the model's own choice."""
     config = config_of(model_type)
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_type in UNMAPPED:
+        found = getattr(transformers, UNMAPPED[model_type])
+    else:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class = found[0] if isinstance(found, (tuple, list)) else found
     torch.manual_seed(0)
     options = {} if implementation is None else {"attn_implementation": implementation}

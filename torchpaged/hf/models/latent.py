@@ -213,6 +213,7 @@ register_family(
             "glm4_moe_lite",
             "longcat_flash",
             "minicpm3",
+            "mistral4",
             "sarvam_mla",
             "youtu",
         ),

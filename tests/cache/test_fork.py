@@ -112,7 +112,7 @@ class Machine:
         uses = row_holders(rows for rows, _ in self.groups)
         assert [self.pool.ref_count(b) for b in range(1, BLOCKS)] == [uses[b] for b in range(1, BLOCKS)]
         assert self.pool.num_used == len(uses)
-        assert not {*self.pool._free, *self.pool._idle} & {*uses}
+        assert not {*self.pool._free, *self.pool.idle} & {*uses}
         for rows, want in self.groups:
             assert rows.seq_lens == [len(tokens) for tokens in want]
             for blocks, tokens in zip(rows.block_tables, want, strict=True):

@@ -24,7 +24,7 @@ def test_whatever_order_texts_come_in(seed: int, num_slots: int) -> None:
             engine.prefixes.clear("weights")
             assert len(engine.host) == 0
         if draw.random() < 0.1:
-            engine.prefixes.save_none(list(engine.cache.pool._idle)[:3])
+            engine.prefixes.save_none(list(engine.cache.pool.idle)[:3])
         if draw.random() < 0.05:
             failed = engine.prefixes.text(tokens)
             blocks = failed.take() or []

@@ -97,13 +97,13 @@ def test_a_hash_collision_finds_nothing_wrong(cache: PrefixCache) -> None:
 # ------------------------------------------------------------------------------------- holders and eviction
 def test_idle_blocks_count_as_free_until_they_are_taken(cache: PrefixCache) -> None:
     blocks, pool = written(cache, list(range(12))), cache.pool
-    assert (pool.num_free, pool.num_idle, len(cache)) == (19, 3, 3)
+    assert (pool.num_free, len(pool.idle), len(cache)) == (19, 3, 3)
     held = cache.text([*range(12), 5]).take()
     assert held == blocks
-    assert (pool.num_free, pool.num_idle, pool.num_used) == (16, 0, 3)
+    assert (pool.num_free, len(pool.idle), pool.num_used) == (16, 0, 3)
     assert [pool.ref_count(block) for block in blocks] == [1, 1, 1]
     pool.free(held)
-    assert (pool.num_free, pool.num_idle) == (19, 3)
+    assert (pool.num_free, len(pool.idle)) == (19, 3)
 
 
 def test_the_least_recently_left_goes_first_and_the_end_of_a_text_before_its_beginning() -> None:
@@ -161,7 +161,7 @@ def test_without_keep_blocks_go_with_their_last_holder() -> None:
     cache.pool.free(blocks)
     assert found(cache, list(range(9))) == blocks[:1]
     cache.pool.free(shared)
-    assert (len(cache), cache.pool.num_idle, cache.stats.evicted_blocks) == (0, 0, 0)
+    assert (len(cache), len(cache.pool.idle), cache.stats.evicted_blocks) == (0, 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------- promises
@@ -228,7 +228,7 @@ def test_clear_leaves_holders_alone_and_cuts_texts_off(cache: PrefixCache) -> No
     assert (len(cache), cache.pool.num_used) == (0, 3)
     text.leave()
     cache.pool.free(blocks)
-    assert (cache.pool.num_idle, cache.pool.num_free) == (0, 19)
+    assert (len(cache.pool.idle), cache.pool.num_free) == (0, 19)
 
 
 @pytest.mark.parametrize("is_promised", [True, False])
@@ -313,6 +313,6 @@ def test_a_copied_pool_knows_nothing(cache: PrefixCache) -> None:
     with pytest.raises(NotCopyableError):
         copy.deepcopy(cache)
     pool = copy.deepcopy(cache.pool)
-    assert (pool.num_free, pool.num_idle) == (19, 0)
+    assert (pool.num_free, len(pool.idle)) == (19, 0)
     assert sorted(pool.allocate(19)) == list(range(1, 20))
     assert len(cache) == 3

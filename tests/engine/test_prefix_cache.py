@@ -75,7 +75,7 @@ def test_tokens_are_those_without_it(
         assert tokens_of(outputs) == [alone[seed][i] for i in order]
         assert generator.pool.num_free == generator.pool.num_usable
         assert generator.prefix_cache is not None
-        assert len(generator.prefix_cache) == generator.pool.num_idle
+        assert len(generator.prefix_cache) == len(generator.pool.idle)
     stats = generator.stats.prefix_cache
     assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())
     assert stats.hit_tokens > 2 * 60
@@ -94,7 +94,7 @@ def test_prompts_and_outputs_outlive_their_request(model: Any) -> None:
     assert generator.stats.prefill_tokens - before == len(turn) - 28
     assert got.token_ids == want.token_ids
     assert plain.stats.shared_tokens == 0
-    assert plain.pool.num_idle == 0
+    assert len(plain.pool.idle) == 0
 
 
 def test_the_last_token_is_always_computed(model: Any) -> None:
@@ -286,7 +286,7 @@ def test_why_blocks_are_kept_or_not(model: Any, options: dict[str, Any], reason:
     generator = Generator(model, **SIZES, **options)
     generator.generate(PROMPTS[:1], TEN)
     assert reason in generator.prefix_cache_reason
-    assert (generator.pool.num_idle > 0) is reason.startswith("until")
+    assert (len(generator.pool.idle) > 0) is reason.startswith("until")
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_scheduler_takes_idle_blocks_as_no_free_ones() -> None:
     first.num_computed = 12
     scheduler.blocks.computed(first)
     scheduler.remove(first)
-    assert (pool.num_idle, pool.num_free) == (3, 8)
+    assert (len(pool.idle), pool.num_free) == (3, 8)
     again = [Sequence(n, [*range(12), 50 + n, 60], TEN, 0, TextStream(None, ()), 64) for n in (1, 2)]
     other = Sequence(3, list(range(60, 80)), TEN, 0, TextStream(None, ()), 64)
     for sequence in (*again, other):
@@ -459,7 +459,7 @@ class _Books:
             for block in sequence.blocks:
                 holders[block] += 1
         assert holders[1:] == [self.pool.ref_count(block) for block in range(1, self.pool.num_blocks)]
-        assert len(self.pool._free) + self.pool.num_idle == holders[1:].count(0)
+        assert len(self.pool._free) + len(self.pool.idle) == holders[1:].count(0)
 
 
 @pytest.mark.parametrize("seed", range(12))

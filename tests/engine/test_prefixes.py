@@ -27,7 +27,7 @@ def alone(model: Any) -> list[list[int]]:
 def free_again(generator: Generator) -> bool:
     cache = generator.prefix_cache
     assert cache is not None
-    assert len(cache) == generator.pool.num_idle, "what is known has no holders"
+    assert len(cache) == len(generator.pool.idle), "what is known has no holders"
     return generator.pool.num_free == generator.pool.num_usable
 
 

@@ -95,7 +95,7 @@ def test_texts_hit_behind_a_restore(dtype: torch.dtype, spec: Any, tmp_path: Pat
     assert load_prefixes(tmp_path / "a", prefixes, pools, OURS) == tokens
     assert hits(pools, prefixes) == want
     assert load_prefixes(tmp_path / "a", prefixes, pools, OURS) == 0
-    assert (prefixes.pool.num_used, prefixes.pool.num_idle) == (5, 7)
+    assert (prefixes.pool.num_used, len(prefixes.pool.idle)) == (5, 7)
     prefixes.pool.free(held)
     assert [*tmp_path.iterdir()] == [tmp_path / "a"]
 
@@ -132,7 +132,7 @@ def test_nothing_is_known_yet(tmp_path: Path) -> None:
 
 def state_of(pools: PagedKVCache, prefixes: PrefixCache) -> Any:
     bytes_of = [tensor.view(torch.uint8).tolist() for tensor in pools.tensors().values()]
-    return bytes_of, len(prefixes), prefixes.pool.num_used, prefixes.pool.num_idle
+    return bytes_of, len(prefixes), prefixes.pool.num_used, len(prefixes.pool.idle)
 
 
 def refused(path: Path, match: str, target: Any = None, who: Any = OURS, error: Any = ArgumentError) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import filterfalse, repeat
 from typing import Any
 
-from torchpaged.cache.eviction import EvictionPolicy, Pin
+from torchpaged.cache.eviction import EvictionPolicy
 from torchpaged.cache.idle_blocks import IdleBlocks
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
@@ -51,6 +51,7 @@ class BlockPool:
         num_blocks: blocks in the pool's tensors, the null block included; at least 2.
 
     Attributes:
+        idle: blocks without holders that hold what may be wanted again, and pins (`IdleBlocks.pin`).
         peak_used: blocks held at once at most.
         is_alone: True for a copy or an unpickled pool, whose blocks' tensors were not copied with it, until
             an owner of such tensors sets it to False.
@@ -63,7 +64,7 @@ class BlockPool:
         self._more: dict[int, int] = {}  # holders besides the first, of blocks that have some
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
         self._kept: dict[int, Any] = {}  # blocks that outlive their holders, and what they hold
-        self._idle = IdleBlocks(None, self._kept, self._held)  # those of `_kept` without holders
+        self.idle = IdleBlocks(None, self._kept, self._held)  # those of `_kept` without holders
         self._given_up: Callable[[list[int], dict[int, Any]], None] | None = None
         self._flush: Callable[[], None] | None = None
         self._keeps_idle = True
@@ -73,9 +74,9 @@ class BlockPool:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, without the callbacks of `watch` and `copied_by`."""
-        free, kept = [*self._free, *reversed(list(self._idle))], dict[int, Any]()
+        free, kept = [*self._free, *reversed(list(self.idle))], dict[int, Any]()
         idle = IdleBlocks(None, kept, self._held)
-        forgotten: dict[str, Any] = {"_free": free, "_kept": kept, "_idle": idle, "_given_up": None}
+        forgotten: dict[str, Any] = {"_free": free, "_kept": kept, "idle": idle, "_given_up": None}
         return self.__dict__ | forgotten | {"_copier": None, "_flush": None, "is_alone": True}
 
     @property
@@ -89,14 +90,9 @@ class BlockPool:
         return self.num_blocks - 1 - len(self._held)
 
     @property
-    def num_idle(self) -> int:
-        """Blocks without holders that hold what may be wanted again."""
-        return len(self._idle)
-
-    @property
     def num_pinned(self) -> int:
-        """Idle blocks that are pinned (`pin`): those to be handed out last."""
-        return self._idle.num_pinned
+        """Idle blocks that are pinned: those to be handed out last."""
+        return self.idle.num_pinned
 
     @property
     def num_used(self) -> int:
@@ -131,7 +127,7 @@ class BlockPool:
             return []
         free = self._free
         while len(free) < count:
-            self._give_up(self._idle.evict(count - len(free)))
+            self._give_up(self.idle.evict(count - len(free)))
         taken = free[: -count - 1 : -1]
         del free[-count:]
         self._hold(taken)
@@ -170,7 +166,7 @@ class BlockPool:
     def _share(self, blocks: Sequence[int], idle: Sequence[int]) -> list[int]:
         """One more holder for ``blocks``, of which ``idle`` have none."""
         held, more = self._held, self._more
-        self._idle.hit(idle)
+        self.idle.hit(idle)
         if len(idle) < len(blocks):
             for block in filter(held.__contains__, blocks) if idle else blocks:
                 more[block] = more.get(block, 0) + 1
@@ -206,7 +202,7 @@ class BlockPool:
         if len(idle) < len(left):
             self._free += filterfalse(kept.__contains__, left) if idle else left
         if idle and self._keeps_idle:
-            self._idle.add(idle)
+            self.idle.add(idle)
         elif idle:
             self._give_up(idle)
 
@@ -274,7 +270,7 @@ class BlockPool:
         if self._given_up is not None:
             raise ArgumentError("pool", "a BlockPool of no other PrefixCache", "one that has one")
         self._given_up, self._keeps_idle, self._flush = given_up, keeps_idle, flush
-        self._idle = IdleBlocks(policy, self._kept, self._held)
+        self.idle = IdleBlocks(policy, self._kept, self._held)
 
     def keep(self, blocks: Sequence[int], what: Any) -> None:
         """What ``blocks``, which have holders, hold may outlive these: the callback of `watch` gets ``what``.
@@ -292,34 +288,18 @@ class BlockPool:
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more; nothing if it was not kept."""
-        if block in self._idle:
+        if block in self.idle:
             self._free.append(block)
         try:
-            self._idle.drop(block)
+            self.idle.drop(block)
         finally:
             self._kept.pop(block, None)
 
     def drop_all(self) -> None:
         """The same, of all blocks."""
-        self._free += reversed(list(self._idle))
+        self._free += reversed(list(self.idle))
         self._kept.clear()
-        self._idle.drop_all()
-
-    def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
-        """Hand out ``blocks`` after the other idle ones, once they are idle: see `IdleBlocks.pin`. It ends
-        with what they hold (`drop`).
-
-        Raises:
-            ArgumentError: a block whose contents are not kept, or as `IdleBlocks.pin`.
-        """
-        for block in blocks:
-            if block not in self._kept:
-                raise ArgumentError("blocks", "blocks whose contents are kept", f"block {block}")
-        return self._idle.pin(blocks, num_tokens, ttl, priority)
-
-    def unpin(self, pin: Pin) -> None:
-        """End a pin; nothing if it has ended."""
-        self._idle.unpin(pin)
+        self.idle.drop_all()
 
     def _give_up(self, blocks: list[int]) -> None:
         self._free += blocks
@@ -339,7 +319,7 @@ class BlockPool:
             for books in (self._held, self._more, self._kept):
                 books.clear()
             self._free = list(range(self.num_blocks - 1, 0, -1))
-            self._idle.drop_all()
+            self.idle.drop_all()
 
     def _check(self, block: int, held: bool = True) -> None:
         if not is_int(block) or not NULL_BLOCK < block < self.num_blocks:

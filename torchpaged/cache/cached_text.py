@@ -105,7 +105,7 @@ class CachedText:
 
     def _num_costing_nothing(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` are none of those that are free and not pinned."""
-        return len(blocks) - self._cache.pool._idle.num_unpinned(blocks)
+        return len(blocks) - self._cache.pool.idle.num_unpinned(blocks)
 
     def take(self, *, counts: bool = True, swapped: bool = False) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of

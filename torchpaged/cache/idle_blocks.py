@@ -181,7 +181,8 @@ class IdleBlocks:
     # ------------------------------------------------------------------------------------------------- pins
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
         """Give up these blocks, idle or held, after all without a pin; several pins of a block count as the
-        one of the highest priority. Idle ones are then those that were left last, the last of them first.
+        one of the highest priority. Idle ones are then those that were left last, the last of them first. It
+        ends with what they hold (`BlockPool.drop`).
 
         Args:
             blocks: with contents that are kept.
@@ -190,8 +191,12 @@ class IdleBlocks:
             priority: pins of lower ones go first.
 
         Raises:
-            ArgumentError: a ``ttl`` that is no positive number, or a ``priority`` that is no integer.
+            ArgumentError: a block whose contents are not kept, a ``ttl`` that is no positive number, or a
+                ``priority`` that is no integer.
         """
+        lost = next((block for block in blocks if block not in self._kept), None)
+        if lost is not None:
+            raise ArgumentError("blocks", "blocks whose contents are kept", f"block {lost}")
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not ttl > 0):
             raise ArgumentError("ttl", "None, or seconds above 0", repr(ttl))
         if not is_int(priority):

@@ -90,14 +90,14 @@ class PrefixCache(PrefixBooks):
         if not self.keeps:
             raise ArgumentError("keep", "True for pins: blocks without holders are given up at once", "False")
         blocks = self.text(tokens, extra).known()
-        return self.pool.pin(blocks, len(blocks) * self.block_size, ttl, priority)
+        return self.pool.idle.pin(blocks, len(blocks) * self.block_size, ttl, priority)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin; nothing if it has ended."""
-        self.pool.unpin(pin)
+        self.pool.idle.unpin(pin)
 
     def save_none(self, blocks: Sequence[int]) -> None:
         """The host gets no copies of those of these without holders when they are given up, unless a text
         takes them before."""
         if self.host is not None:
-            self._not_saved.update(block for block in blocks if block in self.pool._idle)
+            self._not_saved.update(block for block in blocks if block in self.pool.idle)

@@ -218,3 +218,27 @@ def _require_whole_prompts(processor: Any, attention_mask: Tensor | None) -> Non
     ignored = 0 if processor.prompt_ignore_length is None else processor.prompt_ignore_length
     if bool((torch.as_tensor(ignored, device=device) != torch.as_tensor(padding, device=device)).any()):
         raise PlainSteps(f"a repetition penalty that leaves {ignored} tokens out, {padding} being padding")
+
+
+def without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The prompts of left-padded rows."""
+    rows: list[list[int]] = input_ids.tolist()
+    if attention_mask is None:
+        return rows
+    if attention_mask.shape != input_ids.shape:
+        raise ArgumentError(
+            "attention_mask", f"a tensor of shape {list(input_ids.shape)}", str(list(attention_mask.shape))
+        )
+    masks: list[list[int]] = attention_mask.to(torch.int64).tolist()
+    prompts = []
+    for ids, mask in zip(rows, masks, strict=True):
+        start = mask.index(1) if 1 in mask else len(mask)
+        if start == len(mask) or mask != [0] * start + [1] * (len(mask) - start):
+            raise ArgumentError(
+                "attention_mask",
+                "0 on padding at the left of a row and 1 on its prompt, of one token at least",
+                "a row of another kind",
+                "give the tokenizer padding_side='left'",
+            )
+        prompts.append(ids[start:])
+    return prompts

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
-from torchpaged.engine.call_options import PlainSteps, call_sampling, require_plain_call
+from torchpaged.engine.call_options import PlainSteps, call_sampling, require_plain_call, without_padding
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.replayed_steps import ReplayedSteps
@@ -155,7 +155,7 @@ class _Loop:
             raise ArgumentError("input_ids", "one row at least", "none")
         if self._streamer is not None and len(input_ids) != 1:
             raise ArgumentError("streamer", "one row", f"{len(input_ids)} rows", "stream them one by one")
-        prompts = _without_padding(input_ids, model_kwargs.get("attention_mask"))
+        prompts = without_padding(input_ids, model_kwargs.get("attention_mask"))
         try:
             call = call_sampling(
                 logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids
@@ -211,30 +211,6 @@ class _Loop:
                 self._streamer.put(torch.tensor([event.token_id], device="cpu"))
         self._streamer.end()
         return [tokens]
-
-
-def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The prompts of left-padded rows."""
-    rows: list[list[int]] = input_ids.tolist()
-    if attention_mask is None:
-        return rows
-    if attention_mask.shape != input_ids.shape:
-        raise ArgumentError(
-            "attention_mask", f"a tensor of shape {list(input_ids.shape)}", str(list(attention_mask.shape))
-        )
-    masks: list[list[int]] = attention_mask.to(torch.int64).tolist()
-    prompts = []
-    for ids, mask in zip(rows, masks, strict=True):
-        start = mask.index(1) if 1 in mask else len(mask)
-        if start == len(mask) or mask != [0] * start + [1] * (len(mask) - start):
-            raise ArgumentError(
-                "attention_mask",
-                "0 on padding at the left of a row and 1 on its prompt, of one token at least",
-                "a row of another kind",
-                "give the tokenizer padding_side='left'",
-            )
-        prompts.append(ids[start:])
-    return prompts
 
 
 def accelerate(

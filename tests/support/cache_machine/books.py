@@ -57,8 +57,8 @@ class Books:
         raise NotImplementedError
 
     def pins_and_idle(self) -> tuple[set[int], set[int]]:
-        idle = self.pool._idle
-        assert 0 <= self.pool.num_pinned <= self.pool.num_idle
+        idle = self.pool.idle
+        assert 0 <= self.pool.num_pinned <= len(self.pool.idle)
         pinned = {block for block in idle if not idle.num_unpinned([block])}
         return pinned, set(idle) - pinned
 
@@ -74,7 +74,7 @@ class Books:
         self._check_content()
         self._check_prefixes()
         if not self.forgot and pinned - self.pool._kept.keys():
-            assert not unpinned & set(self.pool._idle), "a pinned block went before one that was not"
+            assert not unpinned & set(self.pool.idle), "a pinned block went before one that was not"
 
     def _check_pool(self) -> None:
         pool, tables = self.pool, [table for table, _ in self.texts()] + self.others
@@ -85,7 +85,7 @@ class Books:
         assert holders[0] == 0, "the null block was given"
         counts = {block: pool.ref_count(block) for block in range(1, pool.num_blocks)}
         assert {block: count for block, count in counts.items() if count} == holders
-        free, idle = set(pool._free), set(pool._idle)
+        free, idle = set(pool._free), set(pool.idle)
         assert len(free) == len(pool._free)
         assert free | idle == set(range(1, pool.num_blocks)) - holders.keys()
         assert not free & idle

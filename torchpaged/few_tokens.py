@@ -6,6 +6,7 @@ torch reads them at half the speed of memory (docs/log/products_cpu.md). Sums ar
 wider and of one order, however many tokens there are.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ MIN_NUMBERS = 1 << 18
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Where forwards of their classes are defined, or what decorates them.
 _HOMES = ("torch.", "transformers.", "kernels.")
+#: Beginnings of the names of functions beside a module's class that fused layers compute in their own way.
+_ROTATIONS = ("apply_rotary", "rotate_half")
 #: The module that has transformers' interface of experts, whose names there are private.
 _INTERFACE = "transformers.integrations.moe"
 
@@ -155,6 +158,12 @@ def own_forward(module: Any) -> Any:
         return forward
     kind = type(module)
     return kind.forward if kind.__module__.startswith(_HOMES) and is_foreign(kind.forward) else None
+
+
+def rotations_beside(kind: type) -> dict[str, Any]:
+    """The functions of rotations in the file of a class, by name."""
+    functions = vars(sys.modules[kind.__module__]).items() if kind.__module__ in sys.modules else ()
+    return {name: function for name, function in functions if name.startswith(_ROTATIONS)}
 
 
 def is_foreign(forward: Any) -> bool:

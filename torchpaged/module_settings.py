@@ -5,13 +5,14 @@ were, captured steps have run with all of them.
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from torchpaged.few_tokens import own_forward
+from torchpaged.few_tokens import own_forward, rotations_beside
 
 _PLAIN = bool | int | float | str | None
 _FUNCTIONS = types.FunctionType | types.BuiltinFunctionType | functools.partial
@@ -80,6 +81,8 @@ class ModuleSettings:
         # of classes, to which other libraries give theirs
         modules = (holder for holder in self._holders.values() if isinstance(holder, nn.Module))
         self._classes = list({type(module) for module in modules})
+        files = {kind.__module__: kind for kind in self._classes}
+        self._beside = [(file, name) for file, kind in files.items() for name in rotations_beside(kind)]
         self._of_classes = self._class_forwards()
         self._known = {path: frozenset(vars(holder)) for path, holder in self._holders.items()}
         self._hold()
@@ -100,16 +103,18 @@ class ModuleSettings:
         return list(map(len, self._all))
 
     def _class_forwards(self) -> list[Any]:
-        return [kind.forward for kind in self._classes]
+        beside = [vars(sys.modules[file]).get(name) for file, name in self._beside]
+        return [*(kind.forward for kind in self._classes), *beside]
 
     def changed(self) -> str | None:
         """What is not as it was, None if all is."""
         now, sizes, forwards = self._now(), self._sizes_now(), self._class_forwards()
         found = self._changed_settings(now) if _unlike(now, self._before) else None
         if forwards != self._of_classes:
-            trios = zip(self._classes, forwards, self._of_classes, strict=True)
-            kind = next(kind for kind, now, was in trios if now != was)
-            found = found or f"the class {kind.__name__} has another forward"
+            words = [f"the class {kind.__name__} has another forward" for kind in self._classes]
+            words += [f"{file} has another {name}" for file, name in self._beside]
+            trios = zip(words, forwards, self._of_classes, strict=True)
+            found = found or next(said for said, now, was in trios if now != was)
         if sizes != self._sizes:
             found = found or self._shadowed()
             self._sizes = sizes if found is None else self._sizes

@@ -219,18 +219,24 @@ def test_a_changed_rotation_is_not_put_into_a_table(name: str, change: Any) -> N
     assert any("own or forward hooks" in why for why in report.skipped["rope"].values())
 
 
-def test_a_rotation_that_a_library_replaced_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = modeling_llama.apply_rotary_pos_emb
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half"])
+def test_a_rotation_that_a_library_replaced_is_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes behind `fuse` is refused."""
+    fused, plain = build("Llama"), getattr(modeling_llama, name)
+    fuse(fused, count=False)
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any) -> Any:
-        return plain(q, k, 0.9 * cos, 0.9 * sin, *args)
+    def rotate(*args: Any) -> Any:
+        out = plain(*args)
+        return out * 0.9 if isinstance(out, Tensor) else tuple(0.9 * each for each in out)
 
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+    monkeypatch.setattr(modeling_llama, name, rotate)
     model = build("Llama")
     want = dense_logits(model)
     report = fuse(model, count=False)
     torch.testing.assert_close(logits(model), want, rtol=1e-3, atol=1e-3)
-    assert set(report.skipped["rope"].values()) == {"its apply_rotary_pos_emb is another library's"}
+    assert set(report.skipped["rope"].values()) == {f"its {name} is another library's"}
+    with pytest.raises(ArgumentError, match=f"modeling_llama has another {name}"):
+        logits(fused)
 
 
 @pytest.fixture

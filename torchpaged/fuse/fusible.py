@@ -5,14 +5,13 @@ transformers 5.17 - 5.24. Replaced, quantised, hooked or sharded parts make a la
 as a whole. ``PASSES`` names the passes.
 """
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchpaged.activations import name_of_activation
-from torchpaged.few_tokens import is_foreign, own_forward
+from torchpaged.few_tokens import is_foreign, own_forward, rotations_beside
 from torchpaged.fuse.experts import why_not_experts
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.multipliers import why_not_multiplied
@@ -129,8 +128,7 @@ def why_not(layer: Any, name: str) -> str | None:
         return why_not_experts(mlp, architecture.family)
     attention = getattr(layer, names.attention, None)
     if name == "rope":
-        functions = vars(sys.modules[type(attention).__module__]).items()
-        theirs = [each for each, of in functions if each.startswith("apply_rotary") and is_foreign(of)]
+        theirs = [each for each, of in rotations_beside(type(attention)).items() if is_foreign(of)]
         if theirs:
             return f"its {theirs[0]} is another library's"
     if name == "rope" and architecture.head_norms_of(attention):

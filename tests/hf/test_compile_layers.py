@@ -163,3 +163,16 @@ def test_refusals() -> None:
     ):
         compile_layers(model)
     assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+def test_fused_behind_it_layers_stay_as_they_are() -> None:
+    """The launches of a step are counted all the same: compiled code runs in no dispatch mode."""
+    model, sampling = tiny("Llama"), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with Generator(model, max_batch_size=2, graphs=False) as generator:
+        [want] = generator.generate([[5, 9, 2]], sampling)
+    compile_layers(model, backend="eager")
+    with Generator(model, max_batch_size=2, graphs=False, fuse=True) as generator:
+        assert "qkv" not in generator.fusion_report.replaced
+        assert generator.fusion_report.before is not None
+        assert generator.generate([[5, 9, 2]], sampling)[0].token_ids == want.token_ids
+    uncompile_layers(model)

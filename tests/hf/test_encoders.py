@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
-from torchpaged.hf import row_table
+from torchpaged.hf import query_starts
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
@@ -386,7 +386,7 @@ def test_a_type_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pinned_batch_is_followed_by_a_kernel() -> None:
     tensors = torch.ones(2, 3).int(), torch.tensor([3, 4]).int(), torch.arange(3).int()
     with Kernels() as kernels:
-        pinned = row_table._pin(*tensors)
+        pinned = query_starts._pin(*tensors)
     assert all(torch.equal(a, b) and a is not b for a, b in zip(pinned, tensors, strict=True))
     assert kernels.names == ["aten::clone"] * 3 + ["aten::add.Tensor"]
     torch.library.opcheck(torch.ops.torchpaged._pin_batch.default, tensors)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged.backends.choose import names as names_module
-from torchpaged.hf import PagedCache, fuse, row_table
+from torchpaged.hf import PagedCache, fuse, query_starts
 
 BART: dict[str, Any] = {
     "vocab_size": 99,
@@ -159,7 +159,7 @@ class Kernels(TorchDispatchMode):
 def test_query_starts_are_two_kernels() -> None:
     starts, rows = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
     with Kernels() as kernels:
-        row_table._fill(starts, rows, 9)
+        query_starts._fill(starts, rows, 9)
     assert starts.tolist() == [0, 9, 18, 27, 36]
     assert kernels.names == ["aten::mul.out", "aten::add.Tensor"]
 

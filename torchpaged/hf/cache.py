@@ -44,6 +44,7 @@ from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.row_changes import crop, reindex
 from torchpaged.hf.row_states import keys_like, slots_of_rows
+from torchpaged.hf.row_table import too_many_rows
 from torchpaged.hf.several_calls import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.support import (
     NAME,
@@ -217,8 +218,7 @@ class PagedCache(PagedOwner):
         padding = self.masks.expected.take(batch, key_states.shape[2])  # a refusal below forgets it
         if batch > self.rows.max_rows:
             expected = f"at least the batch ({counted(batch, 'row')}, beams included)"
-            got = str(self.rows.max_rows)
-            raise ArgumentError("max_batch_size", expected, got, "build a larger PagedCache")
+            raise too_many_rows(expected, self.rows.max_rows)
         self._require_implementation()
         if not self._caches:
             require_use_cache(self._text_config)
@@ -289,7 +289,7 @@ class PagedCache(PagedOwner):
             return
         if self.prefixes.active:
             self.prefixes.advance(query_len)
-        self.rows.fill_query_starts(query_len, short=True)
+        self.rows.query_starts.fill(query_len, short=True)
         if self.backend.plans:
             self.backend.plan(self.rows.step(batch, query_len), self.rows.host_lengths(batch, query_len))
 
@@ -301,7 +301,7 @@ class PagedCache(PagedOwner):
     def metadata_of(self, layer: Writer, batch: int, query_len: int) -> AttentionMetadata:
         """See `PagedOwner`."""
         if not self.keys_of_queries:  # cross attention: the tokens that `advance` got are the encoder's
-            self.rows.fill_query_starts(query_len)
+            self.rows.query_starts.fill(query_len)
         return self._step(layer, batch, query_len)
 
     def _step(self, layer: Any, batch: int, query_len: int, writes: bool = False) -> AttentionMetadata:

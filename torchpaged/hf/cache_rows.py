@@ -13,11 +13,11 @@ from torch import Tensor
 from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
-from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
+from torchpaged.hf.query_starts import QueryStarts
 from torchpaged.hf.row_table import (
     RingTable,
     RowTable,
-    fill_query_starts,
+    assert_fits,
     incomplete,
     other_rows,
     several_devices,
@@ -26,10 +26,6 @@ from torchpaged.hf.row_table import (
 )
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
-from torchpaged.metadata.host import to_device
-
-#: Blocks to copy, ``(source, destination)``, in the pools of the layers that have a table.
-Copies = list[tuple[RowTable, list[tuple[int, int]]]]
 
 
 class CacheRows:
@@ -45,8 +41,9 @@ class CacheRows:
         ready: whether the rows have blocks, and the tensors below are filled.
         block_table: ``[max_rows, blocks_per_row]`` int32, of the layers that don't roll.
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
-        total: int64 scalar tensor, tokens per row with padding.
+        num_rows, total: int64 scalar tensors, rows of the batch, and tokens per row with padding.
         written_total: likewise, without a forward that has not completed.
+        query_starts: of its forwards.
         padding: left padding of each row, in tokens; None before a mask told any.
         cut_padding: whether a row holds nothing but padding, so that the next mask may say more.
         num_forwards: that began since the last reset, as far as the host knows.
@@ -56,8 +53,10 @@ class CacheRows:
 
     block_table: Tensor
     seq_lens: Tensor
+    num_rows: Tensor
     total: Tensor
     written_total: Tensor
+    query_starts: QueryStarts
 
     def __init__(self, limits: Limits, max_seq_len: int) -> None:
         sizes = limits.need("max_num_reqs", "max_blocks_per_req", "num_blocks", "block_size")
@@ -121,7 +120,7 @@ class CacheRows:
             self.seq_lens.zero_()
             self.total.zero_()
             self.written_total.zero_()
-            self._num_rows.fill_(batch)
+            self.num_rows.fill_(batch)
             self.upload()
             if padding is not None:
                 self.add_padding(padding)
@@ -157,24 +156,16 @@ class CacheRows:
         self._cover()
 
     def _make_tensors(self, device: torch.device) -> None:
-        sizes, rows = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), self.max_rows + 1
-        made = make_batch_tensors(("seq_lens", "query_start_loc"), sizes, device)
-        self.seq_lens, self._query_starts = made.values()
+        sizes = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row)
+        self.seq_lens = make_batch_tensors(("seq_lens",), sizes, device)["seq_lens"]
+        self.query_starts = QueryStarts(self.max_rows, device)
         for table in self.tables:
             table.make_tensors(device)
         self.block_table = self._table.table
         with torch.inference_mode(False):  # an inference tensor could not be advanced under no_grad later
-            # Query starts of short forwards, by tokens per row, made once: attention reads them before the
-            # kernels ahead have ended, so that none may write them right in front of it, in compiled code
-            # either. Rows of whole 16 bytes.
-            counts, starts = (
-                torch.arange(n, dtype=torch.int32, device=device)
-                for n in (MAX_DECODE_QUERY_LEN + 1, -(-rows // 4) * 4)
-            )
-            self._short_starts = counts[:, None] * starts[None]
             scalars = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
-            self.total, self.written_total, self._num_rows, self._limit = scalars
-        for tensor in (*made.values(), self._short_starts, *scalars):
+            self.total, self.written_total, self.num_rows, self._limit = scalars
+        for tensor in (self.seq_lens, *scalars):
             # guard=False: a new cache must not recompile the model
             torch._dynamo.mark_static_address(tensor, guard=False)
         self._device = device
@@ -206,23 +197,15 @@ class CacheRows:
             self._steps = {key: step for key, step in self._steps.items() if key[1] == query_len == 1}
         else:
             self._counted = None  # a trace does it again at each run, the counting above it would do once
-        # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU:
-        # device-side). torch has no public asynchronous assertion; tests/hf/test_refusals.py notices if this
-        # one goes.
         fits = (self.total + query_len <= self._limit) & (self.total == self.written_total)
-        torch._assert_async(
-            fits & (self._num_rows == batch),
-            "PagedCache: more tokens than max_seq_len or, where num_blocks lets rows grow and a step is "
-            "compiled by hand, than they have blocks for; other rows than those of this cache's first batch; "
-            "or a forward before did not complete; call cache.reset()",
-        )
+        assert_fits(fits & (self.num_rows == batch))
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             positions = self._positions(batch, 1)
             for table in self.tables:
                 table.note_decode(positions)
-        elif query_len > MAX_DECODE_QUERY_LEN:
-            self.fill_query_starts(query_len)
+        else:
+            self.query_starts.fill(query_len)
         # Last: a kernel that no op reads lies between the lengths and an op of states, which reads them early
         # (docs/stream_order.md).
         self.total.add_(query_len)
@@ -255,22 +238,12 @@ class CacheRows:
             slots = table.decode_slots(batch)
         else:
             slots = table.slots_of(self._positions(batch, query_len))
-        short = query_len <= MAX_DECODE_QUERY_LEN
-        starts = self._short_starts[query_len] if short else self._query_starts
-        return AttentionMetadata(
-            table.table[:batch], self.seq_lens[:batch], starts[: batch + 1], slots, None, query_len
-        )
+        starts = self.query_starts.of(batch, query_len)
+        return AttentionMetadata(table.table[:batch], self.seq_lens[:batch], starts, slots, None, query_len)
 
     def _positions(self, batch: int, query_len: int) -> Tensor:
         first = self.seq_lens[:batch, None].long() - query_len
         return first + torch.arange(query_len, device=self.seq_lens.device)[None]
-
-    def fill_query_starts(self, query_len: int, short: bool = False) -> None:
-        """Write the query starts of a forward of more than a few tokens per row; short ones have theirs.
-        ``short``: of such, too, as kernels behind others that attention must not overtake."""
-        if short or query_len > MAX_DECODE_QUERY_LEN:
-            starts = self._short_starts[1, : self.max_rows + 1]
-            fill_query_starts(self._query_starts, starts, query_len)
 
     def host_lengths(self, batch: int, query_len: int) -> HostLengths | None:
         """The lengths of `metadata` without reading the device; None where a compiled forward moved them
@@ -297,55 +270,17 @@ class CacheRows:
         moved the lengths on."""
         return None if self._counted is None else self._counted - query_len
 
-    # --------------------------------------------------------------------------------------- between forwards
+    # ------------------------------------------------------------------------------------ what the host knows
     def lengths(self) -> list[int]:
         """Tokens of each row without padding; reads the device, which graphs move on without the host."""
         lengths: list[int] = self.seq_lens[: len(self.blocks)].tolist()
         return lengths
 
-    def take_back(self, count: int) -> None:
-        """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left
-        of it."""
-        if self.rolling is not None:
-            self.rolling.longest = max(self.rolling.longest, int(self.total))
-        for tensor in (self.total, self.written_total):
-            tensor.sub_(count)
-        self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)
+    def recount(self) -> int:
+        """Tokens per row with padding, read from the device: what the host knows from here on."""
         self._bound = self._counted = int(self.total)
-        if self.padding is not None:
-            self.cut_padding |= max(self.padding) > self._bound
-            self.padding = [min(padding, self._bound) for padding in self.padding]
+        return self._bound
 
-    def unshare(self, count: int) -> Copies:
-        """Give every row blocks of its own from its last ``count`` tokens on: it will write there, and others
-        must not see that. A ring is its row's own.
-
-        Raises:
-            ArgumentError: a ring lacks what is seen behind so many tokens.
-        """
-        lengths = self.lengths()
-        if self.rolling is not None:
-            self.rolling.require_kept(lengths, int(self.total), count)
-        copies = self.blocks.unshare([max(length - count, 0) for length in lengths])
-        if copies is None:
-            return []
-        self.upload()
-        return [(self._table, copies)]
-
-    def reindex(self, parents: Sequence[int], lengths: Sequence[int]) -> Copies:
-        """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens, see
-        `RowBlocks.reindex`."""
-        copies = [(table, table.blocks.reindex(parents, lengths)) for table in self.tables]
-        if [lengths[parent] for parent in parents] != lengths:  # else the rows of a beam search
-            index = to_device(parents, torch.int64, self.seq_lens.device)
-            self.seq_lens[: len(parents)] = self.seq_lens[index]
-            self._num_rows.fill_(len(parents))
-        if self.padding is not None:
-            self.padding = [self.padding[parent] for parent in parents]
-        self.upload()
-        return copies
-
-    # ------------------------------------------------------------------------------------ what the host knows
     def require_room(self, query_len: int) -> None:
         """Refuse tokens past ``max_seq_len``; where rows grow, give them blocks for these.
 

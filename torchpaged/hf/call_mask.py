@@ -18,7 +18,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.mask_functions import kind_without_cache
 from torchpaged.hf.mask_kinds import MaskKind, Prompt, Spans
-from torchpaged.hf.row_table import pin_batch
+from torchpaged.hf.query_starts import pin_batch
 
 
 class MaskRequest(NamedTuple):

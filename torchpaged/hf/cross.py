@@ -10,7 +10,7 @@ from torchpaged.hf.call import LayerCall, Requests
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_kinds import MaskKind
-from torchpaged.hf.row_table import pin_batch
+from torchpaged.hf.query_starts import pin_batch
 from torchpaged.metadata import AttentionMetadata
 
 

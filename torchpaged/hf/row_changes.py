@@ -10,14 +10,17 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.hf.cache_rows import Copies
+from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.row_table import RowTable, too_many_rows
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.metadata.host import to_device
 from torchpaged.prefixes.automatic import RowPrefixes
 
 Pairs = list[tuple[int, int]]  # blocks: source, destination
+#: Blocks to copy in the pools of the layers that have a table.
+Copies = list[tuple[RowTable, Pairs]]
 
 
 def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> None:
@@ -39,7 +42,7 @@ def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> Non
         count = min(count, int(rows.total))
         for state in cache.states if count else ():
             state.require_croppable(count)
-        copies = rows.unshare(count) if count else []
+        copies = _unshare(rows, count) if count else []
         _copy_blocks(cache, copies)
         if copies:
             prefixes.find([max(length - count, 0) for length in rows.lengths()])
@@ -47,7 +50,38 @@ def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> Non
         if hasattr(layer, "crop"):
             layer.crop(-count)  # a recurrent state may refuse: before the rows change
     if count and rows.ready:
-        rows.take_back(count)
+        _take_back(rows, count)
+
+
+def _unshare(rows: CacheRows, count: int) -> Copies:
+    """Give every row blocks of its own from its last ``count`` tokens on: it will write there, and others
+    must not see that. A ring is its row's own.
+
+    Raises:
+        ArgumentError: a ring lacks what is seen behind so many tokens.
+    """
+    lengths = rows.lengths()
+    if rows.rolling is not None:
+        rows.rolling.require_kept(lengths, int(rows.total), count)
+    copies = rows.blocks.unshare([max(length - count, 0) for length in lengths])
+    if copies is None:
+        return []
+    rows.upload()
+    return [(rows.tables[0], copies)]
+
+
+def _take_back(rows: CacheRows, count: int) -> None:
+    """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left
+    of it."""
+    if rows.rolling is not None:
+        rows.rolling.longest = max(rows.rolling.longest, int(rows.total))
+    for tensor in (rows.total, rows.written_total):
+        tensor.sub_(count)
+    rows.seq_lens[: len(rows.blocks)].sub_(count).clamp_min_(0)
+    total = rows.recount()
+    if rows.padding is not None:
+        rows.cut_padding |= max(rows.padding) > total
+        rows.padding = [min(padding, total) for padding in rows.padding]
 
 
 def reindex(cache: PagedOwner, prefixes: RowPrefixes, parents: Sequence[int]) -> None:
@@ -72,18 +106,30 @@ def reindex(cache: PagedOwner, prefixes: RowPrefixes, parents: Sequence[int]) ->
             "of a mask give mask.nonzero().flatten()",
         )
     if len(parents) > rows.max_rows:
-        raise ArgumentError(
-            "max_batch_size", f"at least {len(parents)} rows", str(rows.max_rows), "build a larger PagedCache"
-        )
+        raise too_many_rows(f"at least {len(parents)} rows", rows.max_rows)
     if list(parents) == list(range(num_rows)):
         return
     lengths = rows.lengths()
     prefixes.forget()
-    _copy_blocks(cache, rows.reindex(parents, lengths))
+    _copy_blocks(cache, _fork(rows, parents, lengths))
     for layer in cache.layers:
         if isinstance(layer, StateLayer):
             layer.reorder_cache(to_device(parents, torch.int64, rows.seq_lens.device))
     prefixes.find([lengths[parent] for parent in parents])
+
+
+def _fork(rows: CacheRows, parents: Sequence[int], lengths: Sequence[int]) -> Copies:
+    """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens, see
+    `RowBlocks.reindex`."""
+    copies = [(table, table.blocks.reindex(parents, lengths)) for table in rows.tables]
+    if [lengths[parent] for parent in parents] != lengths:  # else the rows of a beam search
+        index = to_device(parents, torch.int64, rows.seq_lens.device)
+        rows.seq_lens[: len(parents)] = rows.seq_lens[index]
+        rows.num_rows.fill_(len(parents))
+    if rows.padding is not None:
+        rows.padding = [rows.padding[parent] for parent in parents]
+    rows.upload()
+    return copies
 
 
 def _copy_blocks(cache: PagedOwner, copies: Copies) -> None:

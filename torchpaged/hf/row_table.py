@@ -1,11 +1,6 @@
 """Where the rows' tokens lie in layers of one kind: their blocks on the host, and the table of these on the
 device. A cache has a `RowTable`, and a `RingTable` for layers with a window whose blocks are rings. Errors of
-rows say what to do.
-
-Tensors of a batch may be written inside a forward, behind which an attention starts early: it reads its
-metadata before the kernels ahead of it have ended (docs/stream_order.md), so that the kernel that
-writes them must not be the last one ahead of it. A second kernel in between is seen to by an op: a compiler
-moves single kernels, and drops one that changes nothing."""
+rows say what to do."""
 
 from collections.abc import Sequence
 
@@ -77,6 +72,23 @@ def too_long(tokens: int, max_seq_len: int, is_prompt: bool) -> ArgumentError:
         str(max_seq_len),
         "build a PagedCache with a larger max_seq_len, or generate fewer tokens"
         + (f"; {ANOTHER_PROMPT}" if is_prompt else ""),
+    )
+
+
+def too_many_rows(expected: str, max_rows: int) -> ArgumentError:
+    """The error of more rows than a cache has room for; ``expected``: that room, in words."""
+    return ArgumentError("max_batch_size", expected, str(max_rows), "build a larger PagedCache")
+
+
+def assert_fits(fits: Tensor) -> None:
+    """Where ``fits`` (a bool on the device) is False, fail in a step that is compiled by hand: such a step
+    has no host hook at all. On a GPU the assertion fires there; torch has no public asynchronous one, and
+    tests/hf/test_refusals.py notices if this one goes."""
+    torch._assert_async(
+        fits,
+        "PagedCache: more tokens than max_seq_len or, where num_blocks lets rows grow and a step is "
+        "compiled by hand, than they have blocks for; other rows than those of this cache's first batch; "
+        "or a forward before did not complete; call cache.reset()",
     )
 
 
@@ -164,60 +176,3 @@ class RingTable(RowTable):
                     f"{count}, of rows that were {longest} tokens long",
                     "build the PagedCache with a larger sliding_step",
                 )
-
-
-# Kept for the life of the process: dropping it deregisters the op.
-_LIBRARY = torch.library.Library("torchpaged", "FRAGMENT")
-_LIBRARY.define(
-    "_pin_batch(Tensor block_table, Tensor seq_lens, Tensor query_start_loc) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("_fill_query_starts(Tensor(a!) query_starts, Tensor row_starts, SymInt query_len) -> ()")
-
-
-@torch.library.impl(_LIBRARY, "_pin_batch", "CompositeExplicitAutograd")
-def _pin(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = block_table, seq_lens, query_start_loc
-    pinned = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
-    _ = pinned[2][:1] + 1  # the kernel in between
-    table, lens, starts = pinned
-    return table, lens, starts
-
-
-@torch.library.register_fake("torchpaged::_pin_batch", lib=_LIBRARY)
-def _fake(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(block_table, memory_format=torch.contiguous_format),
-        torch.empty_like(seq_lens, memory_format=torch.contiguous_format),
-        torch.empty_like(query_start_loc, memory_format=torch.contiguous_format),
-    )
-
-
-def pin_batch(
-    block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies of a batch's tensors, and an ordinary kernel behind those that write them.
-
-    Args:
-        block_table: ``[num_reqs, max_blocks_per_req]`` int32.
-        seq_lens: ``[num_reqs]`` int32.
-        query_start_loc: ``[num_reqs + 1]`` int32.
-    """
-    table, lens, starts = torch.ops.torchpaged._pin_batch(block_table, seq_lens, query_start_loc)
-    return table, lens, starts
-
-
-@torch.library.impl(_LIBRARY, "_fill_query_starts", "CompositeExplicitAutograd")
-def _fill(query_starts: Tensor, row_starts: Tensor, query_len: int) -> None:
-    torch.mul(row_starts, query_len, out=query_starts)
-    _ = row_starts[:1] + 1  # the kernel in between
-
-
-@torch.library.register_fake("torchpaged::_fill_query_starts", lib=_LIBRARY)
-def _fake_fill(query_starts: Tensor, row_starts: Tensor, query_len: int) -> None:
-    return None
-
-
-def fill_query_starts(query_starts: Tensor, row_starts: Tensor, query_len: int) -> None:
-    """``query_starts = row_starts * query_len``, both ``[rows + 1]`` int32, and an ordinary kernel behind the
-    one that writes them."""
-    torch.ops.torchpaged._fill_query_starts(query_starts, row_starts, query_len)

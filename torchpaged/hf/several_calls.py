@@ -21,7 +21,7 @@ from torchpaged.hf.call import LayerCall, Requests
 from torchpaged.hf.call_mask import CallMask
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_kinds import MaskKind, Spans
-from torchpaged.hf.row_table import pin_batch
+from torchpaged.hf.query_starts import pin_batch
 
 #: New tokens of a row that a rolling layer takes at once, where no number is given.
 DEFAULT_STEP = 512

@@ -19,7 +19,7 @@ from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
 from torchpaged.hf.mask_kinds import MaskKind
-from torchpaged.hf.row_table import pin_batch
+from torchpaged.hf.query_starts import pin_batch
 
 _LEAST_BLOCK_SIZE = 16  # `rows_as_pools` cuts rows into blocks of this size at least
 

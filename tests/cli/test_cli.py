@@ -656,7 +656,6 @@ def test_an_argument_of_several_values_has_no_default() -> None:
 def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> None:
     """With no --model the demo's would come over the network, 89 MiB, or be converted for 10 s."""
     for options, words in (
-        (("--backend", "nope"), "backend: expected one of auto, cuda"),
         (("--max-new-tokens", "0"), "max_new_tokens: expected"),
         (("--model", ""), "Invalid value for '--model': expected text, got none"),
         (("--output", ""), "Invalid value for '--output': expected text, got none"),

@@ -114,6 +114,7 @@ def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: li
     with pytest.raises(ArgumentError, match="^max_batch_size: expected an integer"):
         engine(faulty, max_batch_size=2.5)
     assert not generator.has_unfinished
+    assert generator.stats.prompt_tokens == 0
     prompts = [torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2]), array("i", PROMPTS[0])]
     outputs = generator.generate(prompts, [EACH[0], EACH[2], EACH[0]])
     assert tokens_of(outputs) == [want[0], want[2], want[0]]

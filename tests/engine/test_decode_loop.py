@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from engine_requests import sized as generator
 
 from torchpaged import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
@@ -24,20 +25,6 @@ SEEDED = SamplingParams(
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 5, 13, 40]))] for _ in range(count)]
-
-
-def generator(model: Any, **options: Any) -> Generator:
-    return Generator(
-        model,
-        **{
-            "block_size": 4,
-            "max_batch_size": 4,
-            "max_seq_len": 96,
-            "prefill_chunk_size": 16,
-            "compile": False,
-            **options,
-        },
-    )
 
 
 def outcomes(outputs: Any) -> list[tuple[list[int], str]]:

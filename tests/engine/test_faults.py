@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_requests import EACH, ENGINES, LONG, PROMPTS, TINY, faulty_model
+from engine_requests import EACH, ENGINES, LONG, PROMPTS, TINY, Letters, faulty_model
 
 from torchpaged import TorchpagedError
 from torchpaged.cache.cached_text import CachedText
@@ -210,13 +210,6 @@ FAULTS: dict[str, Fault] = {
     "Ctrl-C in a step": Fault(at_forward, KeyboardInterrupt("boom")),
     "always": Fault(at_forward, BOOM, ALWAYS),
 }
-
-
-class Letters:
-    """A tokenizer of one letter per token; its text is not looked at."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(i + 30) for i in ids)
 
 
 def engine(model: Any, fault: str, options: dict[str, Any]) -> Generator:

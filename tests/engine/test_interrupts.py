@@ -3,10 +3,8 @@ requests go on to the same tokens."""
 
 from __future__ import annotations
 
-import gc
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from interrupt import Interrupt
 
 import torchpaged
 from torchpaged.engine import Generator, SamplingParams
@@ -24,7 +23,7 @@ from torchpaged.graphs import bucketed
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 ENGINE = Path(torchpaged.__file__).parent / "engine"
 LOCKED = {str(ENGINE / name) for name in ("calls.py", "call_lock.py", "hand_out.py")}
-TRACED = {str(path) for path in (*ENGINE.rglob("*.py"), bucketed.__file__)} - LOCKED
+TRACED = tuple({str(path) for path in (*ENGINE.rglob("*.py"), bucketed.__file__)} - LOCKED)
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44, 45, 46], [70], [15, 16]]
 LENGTHS = [9, 4, 13, 7]
 POINTS = 90
@@ -36,36 +35,6 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-class Interrupt:
-    """Raises SIGINT ``times`` times at the n-th line of the traced files that runs while it is on; ``None``:
-    counts them. The garbage collector, which may close an earlier engine in these files, waits."""
-
-    def __init__(self, at: int | None, times: int = 1) -> None:
-        self.at, self.times, self.count = at, times, 0
-
-    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                sys.settrace(None)
-                for _time in range(self.times):
-                    signal.raise_signal(signal.SIGINT)
-        return self._line
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename in TRACED else None
-
-    def __enter__(self) -> Interrupt:
-        self.before = sys.gettrace()
-        gc.disable()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
-        gc.enable()
 
 
 def make(model: Any) -> Generator:
@@ -94,10 +63,10 @@ def submit(generator: Generator) -> dict[int, list[int | None]]:
     return {generator.submit(prompt, p): [] for prompt, p in zip(PROMPTS, params, strict=True)}
 
 
-def run(model: Any, at: int | None, times: int = 1) -> tuple[list[list[int | None]], Interrupt, int]:
+def run(model: Any, at: int, times: int = 1) -> tuple[list[list[int | None]], Interrupt, int]:
     """The tokens of all requests, given to their ends through an interrupt at line ``at``; how many steps it
     ended."""
-    generator, interrupt, ended = make(model), Interrupt(at, times), 0
+    generator, interrupt, ended = make(model), Interrupt(at, TRACED, times), 0
     tokens = submit(generator)
     for _ in range(100):
         if not generator.has_unfinished:
@@ -116,9 +85,9 @@ def run(model: Any, at: int | None, times: int = 1) -> tuple[list[list[int | Non
 
 @pytest.fixture(scope="module")
 def uninterrupted(model: Any) -> tuple[list[list[int | None]], int]:
-    tokens, interrupt, _ = run(model, None)
+    tokens, interrupt, _ = run(model, 0)
     assert [len(t) for t in tokens] == LENGTHS
-    return tokens, interrupt.count
+    return tokens, interrupt.lines
 
 
 @pytest.mark.slow_cases(

@@ -6,12 +6,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
-import linecache
 import pickle
 import random
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from engine_requests import (
     submit_all,
     tokens_of,
 )
+from interrupt import Interrupt
 
 import torchpaged
 from torchpaged.custom_ops.errors import NotCopyableError, RequestError, TorchpagedError
@@ -146,40 +143,6 @@ def test_a_generator_is_not_copied(faulty: Any, copied: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------- anything, anywhere
-class Interrupt:
-    """SIGINT at the n-th line that runs in the engine's own files; n = 0 only counts. The garbage collector,
-    which may close an earlier engine in the same files, waits."""
-
-    def __init__(self, at: int = 0, files: tuple[str, ...] = OF_THE_ENGINE) -> None:
-        self.at, self.lines, self.where, self._files, self._before = at, 0, "", files, sys.gettrace()
-
-    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self._files):
-            return None
-        # Python lets a signal in after a call, where a function begins and where a loop turns: not at a bare
-        # `try`, nor where a `with` ends
-        if event == "line" and not linecache.getline(
-            frame.f_code.co_filename, frame.f_lineno
-        ).strip().startswith(("try:", "with ")):
-            self.lines += 1
-            if self.lines == self.at:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
-
-    def __enter__(self) -> Interrupt:
-        # a process that runs tests may ignore it
-        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        gc.disable()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        sys.settrace(self._before)
-        gc.enable()
-        signal.signal(signal.SIGINT, self._handler)
-
-
 def by_generate(generator: Generator) -> None:
     generator.generate(PROMPTS, EACH)
 
@@ -259,7 +222,7 @@ def test_failures_at_random_points(
     lines = []
     for run in work:
         run(generator)  # with all that is known of the prompts, a run has the fewest lines
-        with Interrupt() as count:
+        with Interrupt(0, OF_THE_ENGINE) as count:
             run(generator)
         lines.append(count.lines)
     assert min(lines) > 500
@@ -270,7 +233,10 @@ def test_failures_at_random_points(
         )
         run, faulty.calls, at = work[which], 0, rng.randint(1, 12)
         if kind == "line":
-            with pytest.raises(KeyboardInterrupt), Interrupt(rng.randint(1, lines[which] - 50)):
+            with (
+                pytest.raises(KeyboardInterrupt),
+                Interrupt(rng.randint(1, lines[which] - 50), OF_THE_ENGINE),
+            ):
                 run(generator)
         elif kind == "left":
             submit_all(generator)

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
+from engine_requests import Letters
 from model_coverage.architectures import model_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -344,16 +345,6 @@ def test_without_options_a_step_has_no_further_op(model: Any) -> None:
     assert next(args for name, args in ran if name == "torchpaged::finish_step")[0] is logits
     assert rows.tensors()["logits_words"].numel() == 0
     assert rows.ring.records is None
-
-
-class Letters:
-    """A letter per token, from "A" on."""
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - 65 for letter in text]}
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token + 65) for token in ids)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

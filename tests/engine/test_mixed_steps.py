@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_requests import drawn
+from engine_requests import SIZES, drawn
 
 from torchpaged import ArgumentError
 from torchpaged.backends import Limits
@@ -15,7 +15,6 @@ from torchpaged.engine.chunk_budget import LEAST, ChunkBudget
 from torchpaged.graphs import TapeCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-SIZES = {"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False}
 
 
 @pytest.fixture(scope="module")

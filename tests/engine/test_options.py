@@ -97,16 +97,6 @@ def test_a_fuse_switch_that_is_no_bool(model: Any, value: Any) -> None:
     assert model.config._attn_implementation != "torchpaged"
 
 
-@pytest.mark.parametrize(
-    "name", ["share_prefixes", "prefix_cache", "rolling", "graphs", "compile", "capture_ahead"]
-)
-@pytest.mark.parametrize("value", [1, 0, numpy.True_, None], ids=repr)
-def test_switches_that_are_no_bool(model: Any, name: str, value: Any) -> None:
-    """1 and 0 equal True and False, and are neither where code asks with ``is``."""
-    with pytest.raises(ArgumentError, match=f"^{name}: expected True, False or 'auto', got "):
-        Generator(model, **{name: value})
-
-
 def test_passes_that_are_no_sequence(model: Any) -> None:
     for passes in (3, "qkv", [1], True):
         with pytest.raises(ArgumentError, match="^passes: expected a sequence of qkv"):
@@ -263,8 +253,6 @@ def test_capturing_ahead_or_on_first_need(model: Any) -> None:
 
 
 def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
-    yield {"compile": "yes"}, "compile: expected True, False or 'auto', got 'yes'"
-    yield {"capture_ahead": None}, "capture_ahead: expected True, False or 'auto'"
     yield {"graphs": False, "compile": True}, "compile: expected False or 'auto' without graphs"
     yield (
         {"graphs": False, "steps_per_launch": 4},
@@ -293,16 +281,21 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"lookahead": 1.5}, "lookahead: expected an integer of at least 0, got 1.5"
     for tokenizer in (3, "gpt2", len):
         yield {"tokenizer": tokenizer}, "tokenizer: expected a tokenizer, .*, got "
+    # 1 and 0 equal True and False, and are neither where code asks with ``is``
     for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "prefix_cache", "rolling"):
         for value in (1, 0, numpy.bool_(True), None, "yes"):
             yield {name: value}, f"{name}: expected True, False or 'auto', got "
     for value in (1, 0, numpy.bool_(True), None, "auto"):
         yield {"cascade": value}, "cascade: expected True, False or CascadeCosts, got"
-    yield {"prefill_buckets": 3}, "prefill_buckets: expected numbers of tokens, None or 'auto', got 3"
+    for buckets in (3, "yes"):
+        yield {"prefill_buckets": buckets}, "prefill_buckets: expected numbers of tokens, None or 'auto', got"
+    for size in (3.5, 0, 17):
+        given = {"prefill_buckets": [size], "prefill_chunk_size": 16}
+        yield given, r"prefill_buckets: expected numbers of tokens from 1 to 16 \(prefill_chunk_size\)"
+    yield {"prefill_buckets": [8], "graphs": False}, "prefill_buckets: expected None or 'auto' without graphs"
     yield {"buckets": 3}, "buckets: expected batch sizes of at least 1, the largest 8 .* got 3"
     yield {"buckets": "8"}, "buckets: expected batch sizes"
     yield {"buckets": [1.5, 8]}, "buckets: expected batch sizes"
-    yield {"prefill_buckets": [3.5]}, "prefill_buckets: expected numbers of tokens from 1"
     yield {"checkpoint_every": 6}, "checkpoint_every: expected None, or a multiple of the block size, 16"
     yield {"buckets": [1, 2]}, "buckets: expected .* the largest 8"
 
@@ -316,14 +309,6 @@ def name(given: object) -> str:
 def test_refusals(model: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         Generator(model, **options)
-
-
-def test_a_withdrawn_batch_leaves_no_trace(model: Any) -> None:
-    generator = Generator(model, block_size=4)
-    with pytest.raises(ArgumentError, match="prompt"):
-        generator.generate([PROMPTS[0], []])
-    assert generator.stats.prompt_tokens == 0
-    assert not generator.has_unfinished
 
 
 def test_seconds_of_mixed_steps() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_requests import drawn
+from engine_requests import drawn, sized
 
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.backends import GraphSupport
@@ -21,14 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def generator(model: Any, **options: Any) -> Generator:
-    sizes = {
-        "block_size": 4,
-        "max_batch_size": 4,
-        "max_seq_len": 96,
-        "prefill_chunk_size": 16,
-        "prefill_buckets": [8, 12, 16],
-    }
-    return Generator(model, **{**sizes, "compile": False, **options})
+    return sized(model, **{"prefill_buckets": [8, 12, 16], **options})
 
 
 @pytest.fixture(scope="module")
@@ -276,24 +269,3 @@ def test_a_backend_that_can_only_replay_decodes(support: GraphSupport) -> None:
         ArgumentError, match=f"prefill_buckets: expected None or 'auto' with this backend.*{support.name}"
     ):
         decide_prefill_buckets([8], 64, True, True, "", support)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"prefill_buckets": "yes"},
-            "prefill_buckets: expected numbers of tokens, None or 'auto', got 'yes'",
-        ),
-        (
-            {"prefill_buckets": [0, 8]},
-            r"prefill_buckets: expected numbers of tokens from 1 to 16 \(prefill_chunk_size\)",
-        ),
-        ({"prefill_buckets": [17]}, "prefill_buckets: expected numbers of tokens from 1 to 16"),
-        ({"graphs": False}, "prefill_buckets: expected None or 'auto' without graphs"),
-    ],
-    ids=str,
-)
-def test_refusals(model: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        generator(model, **options)

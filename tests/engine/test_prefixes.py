@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged import ArgumentError, CaptureError
+from torchpaged import CaptureError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.prefixes import CascadeCosts
 
@@ -93,13 +93,6 @@ def test_it_can_be_switched_off(
     assert not passes
     assert reason in generator.cascade_reason and generator.loop.runner.prefix_graphs is None  # type: ignore[union-attr]
     assert bool(generator.stats.shared_tokens) == ("cascade" in options and len(options) == 1)
-
-
-def test_wrong_options_are_refused(model: Any) -> None:
-    with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
-        Generator(model, cascade="auto")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="share_prefixes: expected True, False or 'auto'"):
-        Generator(model, share_prefixes=2)  # type: ignore[arg-type]
 
 
 def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:

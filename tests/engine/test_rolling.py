@@ -126,18 +126,6 @@ def test_memory_does_not_depend_on_the_requests_length() -> None:
     assert filled == {rings.blocks.blocks_per_ring}
 
 
-def test_requests_that_break_off_give_their_rings_back() -> None:
-    generator = Generator(make("Gemma2"), **SIZES)
-    requests = [generator.submit(prompt, SAMPLING) for prompt in PROMPTS]
-    for _ in range(6):
-        generator.step()
-    assert generator.model.rings.num_used == 3
-    for request in requests[:2]:
-        generator.cancel(request)
-    list(generator.stream())
-    assert generator.model.rings.num_used == 0
-
-
 def test_lost_steps_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that broke off have written over what the window of the last known token saw."""
     small: dict[str, Any] = {**SIZES, "prefill_chunk_size": 2}

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import engine_requests
 import pytest
 
 from torchpaged.engine import Generator, SamplingParams
@@ -10,7 +11,7 @@ from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-SIZES = {"block_size": 4, "max_batch_size": 6, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False}
+SIZES = {**engine_requests.SIZES, "max_batch_size": 6}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_coverage.architectures import model_of
 from models import padded_prompts, paged, tiny
-from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import NotCopyableError
@@ -221,33 +221,9 @@ def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:
     torch.testing.assert_close(got[real], want[real], rtol=1e-4, atol=1e-4)
 
 
-def hybrid() -> PreTrainedModel:
-    """A recurrent state and attention in every layer."""
-    torch.manual_seed(0)
-    config = FalconH1Config(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_n_groups=1,
-        mamba_d_state=8,
-        mamba_chunk_size=8,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    model = FalconH1ForCausalLM(config).eval()
-    model.set_attn_implementation("torchpaged")
-    return model
-
-
 def test_a_recurrent_state_starts_over_and_can_not_be_taken_back() -> None:
-    model, ids = hybrid(), torch.randint(3, 99, (2, 6))
+    """Of a model with a recurrent state and attention in every layer."""
+    model, ids = model_of("falcon_h1", "torchpaged"), torch.randint(3, 99, (2, 6))
     cache = PagedCache(model.config, 2, 32, block_size=4)
     with torch.no_grad():
         want = model(ids, past_key_values=cache).logits

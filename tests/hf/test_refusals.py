@@ -9,23 +9,12 @@ import pytest
 import torch
 from model_coverage.architectures import model_of
 from models import MODELS, padded_prompts, paged, tiny
-from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
+from transformers import CpmAntConfig, CpmAntForCausalLM, DynamicCache
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach, fuse
 from torchpaged.hf.cache_argument import CACHE
 from torchpaged.hf.support import require_supported
-
-DIFF: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 
 
 def test_a_model_that_ignores_the_interface() -> None:
@@ -38,44 +27,6 @@ def test_a_model_that_ignores_the_interface() -> None:
     with pytest.raises(UnsupportedModelError, match="CpmAntForCausalLM"):
         PagedCache(model.config, 1, 16)
     require_supported(tiny("Llama"))
-
-
-def test_a_model_that_changes_cached_values_needs_dense() -> None:
-    torch.manual_seed(0)
-    model = DiffLlamaForCausalLM(DiffLlamaConfig(**DIFF)).eval()
-    model.set_attn_implementation("eager")
-    inputs = padded_prompts()
-    want = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    model.set_attn_implementation("torchpaged")
-    with pytest.raises(UnsupportedModelError, match="dense=True"):
-        model.generate(
-            **inputs,
-            max_new_tokens=6,
-            do_sample=False,
-            past_key_values=PagedCache(model.config, 2, 32, dense=False),
-        )
-    if getattr(model, "_supports_sdpa", True):  # the dense path needs an attention the model can take
-        model.set_attn_implementation("eager")
-        got = model.generate(
-            **inputs,
-            max_new_tokens=6,
-            do_sample=False,
-            past_key_values=PagedCache(model.config, 2, 32, dense=True),
-        )
-        assert torch.equal(got, want)
-
-
-def test_dense_mode_equals_eager() -> None:
-    model, inputs = tiny("Llama"), padded_prompts()
-    want = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    model.set_attn_implementation("torchpaged")
-    got = model.generate(
-        **inputs,
-        max_new_tokens=8,
-        do_sample=False,
-        past_key_values=PagedCache(model.config, 2, 32, block_size=4, dense=True),
-    )
-    assert torch.equal(got, want)
 
 
 MASKS = {

@@ -112,16 +112,6 @@ def test_decode_is_one_graph_for_every_cache(name: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_another_batch_behind_a_reset() -> None:
-    model = attach(model_of("qwen3_next"))
-    cache = cached(model)
-    for rows in (2, 4, 1):
-        call = prompts(rows, 9, 3)
-        got = model.generate(**call, **GREEDY, past_key_values=cache)
-        assert torch.equal(got, eager("qwen3_next", rows=rows, length=9, padding=3))
-        cache.reset()
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_a_conversation_goes_on(name: str) -> None:
     """Several tokens behind those that are cached: the states go on from there."""

@@ -20,6 +20,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "launches of 3": {"steps_per_launch": 3},
     "no graphs": {"graphs": False},
 }
+#: Of an engine whose requests are of several chunks and share steps.
+SIZES = {"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False}
 #: Sizes of a Llama that takes these.
 TINY = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
 
@@ -44,6 +46,11 @@ def drawn(
         for i in range(count)
     ]
     return prompts, params
+
+
+def sized(model: Any, **options: Any) -> Generator:
+    """An engine of `SIZES`, and of these options."""
+    return Generator(model, **{**SIZES, **options})
 
 
 def faulty_model(model: Any, num_blocks: int = 70) -> Any:

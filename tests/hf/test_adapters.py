@@ -204,6 +204,16 @@ def test_learned_prompts_are_refused() -> None:
             door(model)
 
 
+def test_activated_loras_run_behind_a_cache_alone() -> None:
+    """The wrapper tells each row's layers where the adapter begins."""
+    model = PeftModel(tiny("Llama", **SHAPE))
+    model.peft_config["a"].alora_invocation_tokens = [5]
+    for door in (torchpaged.hf.accelerate, Generator, torchpaged.hf.PagedModel):
+        with pytest.raises(UnsupportedModelError, match="'a' is an activated LoRA"):
+            door(model)
+    torchpaged.hf.detach(torchpaged.hf.attach(model))
+
+
 @pytest.mark.parametrize("offloaded", [True, False], ids=["offloaded", "dispatched"])
 def test_accelerates_hooks(offloaded: bool) -> None:
     """Weights that come and go with each forward, and hooks that only look."""

@@ -248,9 +248,9 @@ def accelerate(
         BackendUnavailableError, UnsupportedModelError: the engine can't run it.
     """
     from torchpaged.hf.attached import MARK  # transformers is optional
-    from torchpaged.hf.model_classes import unwrapped
+    from torchpaged.hf.model_classes import without_wrapper
 
-    given, model = model, unwrapped(model)
+    given, model = model, without_wrapper(model)
     if isinstance(getattr(model, "generate", None), _Generate):
         raise ArgumentError(
             "model",

@@ -65,10 +65,10 @@ def paged_model(
         return model, lambda: None
     from torchpaged.fuse.held import fused_while_held
     from torchpaged.hf import PagedModel
-    from torchpaged.hf.model_classes import unwrapped
+    from torchpaged.hf.model_classes import without_wrapper
     from torchpaged.hf.support import require_causal_lm, require_supported
 
-    model = unwrapped(model)
+    model = without_wrapper(model)
     require_causal_lm(model)
     require_supported(model)
     block_size = 16 if options.block_size is None else options.block_size

@@ -138,3 +138,22 @@ def unwrapped(model: Any) -> Any:
             "like) can be paged"
         )
     return model.get_base_model()
+
+
+def without_wrapper(model: Any) -> Any:
+    """`unwrapped`, for what calls the model in a ``PeftModel`` itself.
+
+    Raises:
+        UnsupportedModelError: as `unwrapped`; or an adapter is an activated LoRA, which begins in each row
+            behind tokens that the wrapper alone looks for: the model in it runs as if there was no adapter.
+    """
+    inside = unwrapped(model)
+    configs = () if inside is model else getattr(model, "peft_config", {}).items()
+    for name, config in configs:
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: adapter {name!r} is an activated LoRA (alora_invocation_tokens), "
+                "whose first token in each row the wrapper looks for, and the engine would leave it out; "
+                "call attach(model), and generate() with a PagedCache"
+            )
+    return inside

@@ -25,7 +25,7 @@ from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVQuantization, Scales
-from torchpaged.hf.model_classes import unwrapped
+from torchpaged.hf.model_classes import without_wrapper
 from torchpaged.hf.packed_memory import Room, make_pools, most_blocks, probe
 from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.several_calls import choose_rolling
@@ -120,7 +120,7 @@ class PagedModel(NotCopied):
                 f"{sliding_step!r} with limits={limits}",
                 "give limits=Limits(max_num_reqs=..., max_blocks_per_req=...)",
             )
-        model = unwrapped(model)
+        model = without_wrapper(model)
         require_causal_lm(model)
         require_supported(model)
         require_keys_of_tokens(model.config)

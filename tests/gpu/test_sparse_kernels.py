@@ -104,7 +104,7 @@ def test_logits(num_heads: int, block_size: int, fp8: bool) -> None:
 
 
 def test_a_nan_of_e4m3_is_seen() -> None:
-    """Of either sign, by the kernel, which leaves calls of few tokens to Triton's."""
+    """Of either sign, by the kernel, which leaves calls of one token over few keys to Triton's."""
     batch = make_index_batch(
         BatchSpec("nan", (300, 70, 1, 2), (1,) * 4),
         width=128,

@@ -107,14 +107,23 @@ struct Tiles {
   }
 };
 
-// Of a thread's heads.
-__device__ __forceinline__ void load_weights(const Params &p, float (&weights)[J][2], int token, int lane) {
+// Weights of a token's heads into shared memory, once for a CTA: all CTAs want the same few lines of L2,
+// which answers one request after the other (docs/log/indexer.md).
+__device__ __forceinline__ void load_weights(const Params &p, char *memory, int token, int thread) {
+  if (thread < HEADS)
+    ((float *)(memory + WEIGHTS_AT))[thread] =
+        thread < NUM_HEADS ? load_l2(p.weights + token * p.w_token + thread) : 0.f;
+}
+
+// Of a thread's heads, of e4m3 keys with what their products are to be multiplied by.
+__device__ __forceinline__ void weights_of(float (&weights)[J][2], const char *memory, int lane) {
+  const float *all = (const float *)(memory + WEIGHTS_AT), *factors = (const float *)(memory + FACTORS_AT);
 #pragma unroll
   for (int j = 0; j < J; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int head = j * 8 + lane % 4 * 2 + e;
-      weights[j][e] = head < NUM_HEADS ? load_l2(p.weights + token * p.w_token + head) : 0.f;
+      weights[j][e] = all[head] * (FP8 ? factors[head] : 1.f);
     }
 }
 
@@ -149,18 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_logits(const __gr
                          thread % 128, first, left > 0 ? (left + WARPGROUPS - 1) / WARPGROUPS : 0,
                          p.table + requests[token] * p.table_row};
     tiles.copy_first();
-    float weights[J][2];
-    load_weights(p, weights, token, lane);
+    load_weights(p, memory, token, thread);
     load_heads(p, memory, token, thread);
     fence_async();
     __syncthreads();
-    if constexpr (FP8) {
-      const float *factors = (const float *)(memory + FACTORS_AT) + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < J; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) weights[j][e] *= factors[j * 8 + e];
-    }
+    float weights[J][2];
+    weights_of(weights, memory, lane);
     tiles.run(weights, 1 + warpgroup);
     __syncthreads();  // heads and stages are free
     tile = until;

@@ -18,9 +18,9 @@ from torchpaged.custom_ops.indexer.check import check_index_logits
 TILE, WIDTH = 64, 128
 MAX_HEADS, MAX_TOKENS = 64, 512
 _WARPGROUPS, _STAGES = 3, 4
-#: With one token the Triton kernel is faster, with this many this one (docs/log/sparse_cuda.md); between them
-#: nothing was timed.
-_FEW_TOKENS = 4
+#: Of one token the Triton kernel is faster over so many keys: over 8,192, and over 32,768 it is as fast
+#: (docs/log/indexer.md).
+_FEW_KEYS = 16384
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -49,7 +49,7 @@ class LogitsSpec(NamedTuple):
         heads = next(n for n in (16, 32, 64) if self.num_heads <= n)
         tile = TILE * WIDTH * (1 if self.fp8 else 2)
         stages = _WARPGROUPS * _STAGES
-        return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + heads) * 4
+        return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + 2 * heads) * 4
 
 
 LOGITS = Table.of_fields(
@@ -98,8 +98,8 @@ def why_not(call: IndexCall, capability: tuple[int, int]) -> str | None:
 
 def why_slower(call: IndexCall) -> str | None:
     """Why the Triton kernel is faster for a call that `why_not` lets pass, or None."""
-    tokens = call.q.shape[0]
-    return f"{tokens} tokens, not {_FEW_TOKENS}" if tokens < _FEW_TOKENS else None
+    tokens, columns = call.logits.shape
+    return f"one token over {columns} keys" if tokens == 1 and columns <= _FEW_KEYS else None
 
 
 def launch(call: IndexCall) -> None:

@@ -31,5 +31,6 @@ constexpr int ENDS_AT = SCALES_AT + WARPGROUPS * STAGES * TILE * 4;  // [MAX_TOK
 constexpr int REQUESTS_AT = ENDS_AT + MAX_TOKENS * 4;          // [MAX_TOKENS]
 constexpr int BEGINS_AT = REQUESTS_AT + MAX_TOKENS * 4;        // [MAX_TOKENS + 1], tiles of those before
 constexpr int FACTORS_AT = BEGINS_AT + (MAX_TOKENS + 1) * 4;      // [HEADS], of the products
-constexpr int SHARED_BYTES = FACTORS_AT + HEADS * 4;
+constexpr int WEIGHTS_AT = FACTORS_AT + HEADS * 4;             // [HEADS]
+constexpr int SHARED_BYTES = WEIGHTS_AT + HEADS * 4;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");

@@ -208,8 +208,9 @@ def test_many_heads_of_few_tokens_and_logits_of_few_are_left_to_triton() -> None
         assert selected.why_slower(sparse_call(tokens=tokens, heads=heads)) is None
     for tokens, heads in ((8, 17), (100, 32), (31, 64), (15, 128)):
         assert selected.why_slower(sparse_call(tokens=tokens, heads=heads)) is not None
-    assert index_logits.why_slower(index_call(tokens=3)) is not None
-    assert index_logits.why_slower(index_call(tokens=4)) is None
+    for tokens, columns, fewer in ((1, 16384, True), (1, 16385, False), (2, 64, False)):
+        call = index_call(tokens=tokens)._replace(logits=torch.empty(tokens, columns, device="meta"))
+        assert (index_logits.why_slower(call) is not None) == fewer
 
 
 def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPatch) -> None:

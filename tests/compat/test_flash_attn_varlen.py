@@ -64,60 +64,32 @@ def batch(query_lens: list[int], key_lens: list[int], **pool: Any) -> tuple[Pool
     return pools, torch.cat(queries), queries
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_paged(variant: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "paged"),
+    [
+        *((name, True) for name in VARIANTS),
+        *((name, False) for name in ("full", "causal", "window_both", "full_sinks")),
+    ],
+)
+def test_as_documented(variant: str, paged: bool) -> None:
+    """Without a block table: keys one request behind the other, seen as blocks of one token."""
     options = VARIANTS[variant]
     pools, q, queries = batch(QUERY_LENS, KEY_LENS)
-    out, lse = flash_attn_varlen_func(
-        q,
-        pools.k_cache,
-        pools.v_cache,
-        max_seqlen_q=max(QUERY_LENS),
-        cu_seqlens_q=starts_of(QUERY_LENS),
-        max_seqlen_k=max(KEY_LENS),
-        seqused_k=pools.lens,
-        block_table=pools.table,
-        return_softmax_lse=True,
-        **options,
-    )
+    table = {"block_table": pools.table} if paged else {}
+    keys = (pools.k_cache, pools.v_cache) if paged else (torch.cat(pools.k), torch.cat(pools.v))
+    lens = {"seqused_k": pools.lens} if paged else {"cu_seqlens_k": starts_of(KEY_LENS)}
+    longest = max(QUERY_LENS), max(KEY_LENS)
+    sizes: dict[str, Any] = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+    sizes |= {"cu_seqlens_q": starts_of(QUERY_LENS), **lens, **table}
+    out, lse = flash_attn_varlen_func(q, *keys, **sizes, return_softmax_lse=True, **options)
     want, want_lse = expected(queries, pools.k, pools.v, options)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
     assert lse.shape == (4, sum(QUERY_LENS))
     assert lse.is_contiguous()
-    again = flash_attn_varlen_func(  # as upstream says it
-        q,
-        pools.k_cache,
-        pools.v_cache,
-        max(QUERY_LENS),
-        starts_of(QUERY_LENS),
-        max(KEY_LENS),
-        starts_of(KEY_LENS),
-        block_table=pools.table,
-        **options,
-    )
-    assert torch.equal(again, out)
-
-
-@pytest.mark.parametrize("variant", ["full", "causal", "window_both", "full_sinks"])
-def test_packed(variant: str) -> None:
-    """Without a block table: keys one request behind the other, seen as blocks of one token."""
-    options = VARIANTS[variant]
-    pools, q, queries = batch(QUERY_LENS, KEY_LENS)
-    out, lse = flash_attn_varlen_func(
-        q,
-        torch.cat(pools.k),
-        torch.cat(pools.v),
-        max(QUERY_LENS),
-        starts_of(QUERY_LENS),
-        max(KEY_LENS),
-        starts_of(KEY_LENS),
-        return_softmax_lse=True,
-        **options,
-    )
-    want, want_lse = expected(queries, pools.k, pools.v, options)
-    torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
+    starts = starts_of(QUERY_LENS), starts_of(KEY_LENS)
+    as_upstream_says_it = longest[0], starts[0], longest[1], starts[1]
+    assert torch.equal(flash_attn_varlen_func(q, *keys, *as_upstream_says_it, **table, **options), out)
 
 
 @pytest.mark.parametrize("causal", [False, True])

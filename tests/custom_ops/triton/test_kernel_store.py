@@ -296,29 +296,22 @@ def test_a_damaged_file_is_as_good_as_absent() -> None:
         {"launch_cooperative_grid": True},
         {"global_scratch_size": 4},
         {"profile_scratch_size": 4},
+        {"layout": [(0, 4), (8, 8), (16, 4)]},
+        {"layout": [(0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8)]},
+        {"layout": []},
+        {"n": "constexpr"},
     ],
+    ids=str,
 )
-def test_what_takes_more_than_arguments_stays_tritons(metadata: dict[str, int]) -> None:
-    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel(**metadata))
-    assert kernel_store.find(REF, ARGUMENTS, {}) is None
-    assert not cubins.folder().exists()
-
-
-@pytest.mark.parametrize(
-    "layout", [[(0, 4), (8, 8), (16, 4)], [(0, 8), (8, 8), (16, 4), (20, 4), (24, 8), (32, 8)], []]
-)
-def test_machine_code_with_other_parameters_stays_tritons(
-    layout: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+def test_what_is_launched_otherwise_stays_tritons(
+    metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LoadedKernel, "layout", layout)
-    kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled_kernel())
-    assert kernel_store.find(REF, ARGUMENTS, {}) is None
-    assert not cubins.folder().exists()
-
-
-def test_another_signature_than_ours_stays_tritons() -> None:
-    compiled = compiled_kernel()
-    compiled.src.signature["n"] = "constexpr"
+    """What takes more than arguments; machine code with other parameters, another signature than ours."""
+    metadata = dict(metadata)
+    monkeypatch.setattr(LoadedKernel, "layout", metadata.pop("layout", LoadedKernel.layout))
+    kind = metadata.pop("n", "i32")
+    compiled = compiled_kernel(**metadata)
+    compiled.src.signature["n"] = kind
     kernel_store.keep(REF, ARGUMENTS, {}, lambda: compiled)
     assert kernel_store.find(REF, ARGUMENTS, {}) is None
     assert not cubins.folder().exists()

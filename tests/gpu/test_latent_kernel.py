@@ -75,6 +75,18 @@ def test_matches_the_oracle(num_heads: int, block_size: int, dtype: torch.dtype)
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
+@pytest.mark.parametrize("seq_lens", [(1, 3, 300, 64), (2, 2000) + (500,) * 20], ids=["clusters", "ranges"])
+@pytest.mark.parametrize("num_heads", [2, 5, 16])
+def test_not_causal_ahead_of_the_first_key(num_heads: int, seq_lens: tuple[int, ...]) -> None:
+    """Query tokens at negative positions see nothing, those behind them all keys."""
+    spec = BatchSpec("left padded", seq_lens, (4,) * len(seq_lens))
+    shapes: dict[str, Any] = {"num_heads": num_heads, "rank": 512, "rope": 64}
+    batch = make_latent_batch(spec, **shapes, dtype=torch.bfloat16, device="cuda")
+    out, lse = run_mla_attention(CUDA, batch, causal=False)
+    assert_latent_close(out, lse, batch, causal=False)
+    assert not out[0].any() and bool(lse[0].isneginf().all()) and bool(out[3].any())
+
+
 @pytest.mark.parametrize(("num_heads", "query_len"), [(8, 2), (16, 1), (16, 8), (128, 1)])
 def test_one_capture_serves_other_lengths(num_heads: int, query_len: int) -> None:
     longest = BatchSpec("longest", (1500,) * 6, (query_len,) * 6)

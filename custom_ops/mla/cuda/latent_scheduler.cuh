@@ -192,14 +192,14 @@ __device__ __forceinline__ int block_of(const Params &p, const Segment &s, int t
 }
 
 // A row of a tile of rows: its token row in q and out, its head, and one past the last key that it sees.
-// Rows behind the request's see nothing.
+// Rows behind the request's see nothing, nor do query tokens ahead of the first key.
 struct Row {
   int token, head, end;
   bool real;
 };
 __device__ __forceinline__ Row row_of(int index, int start, int query_len, int seq_len) {
-  const int query = index / NUM_HEADS;
-  const bool real = query < query_len;
+  const int query = index / NUM_HEADS, position = seq_len - query_len + query;
+  const bool real = query < query_len, sees = real && (CAUSAL || position >= 0);
   return {start + query, index - query * NUM_HEADS,
-          !real ? 0 : CAUSAL ? min(seq_len - query_len + query + 1, seq_len) : seq_len, real};
+          !sees ? 0 : CAUSAL ? min(position + 1, seq_len) : seq_len, real};
 }

@@ -110,8 +110,6 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return f"a pool of {pool.dtype}"
     if fp8 and rows > MAX_FP8_ROWS:
         return f"rows of fp8 for {rows} rows of queries, not {MAX_FP8_ROWS}"
-    if not call.causal and call.max_query_len > 1:
-        return f"not causal, queries of up to {call.max_query_len} tokens: some may be ahead of the first key"
     if (rank, q.shape[2] - rank) not in WIDTHS:
         return f"{rank} + {q.shape[2] - rank} columns"
     if pool.shape[1] not in (16, 32, 64):

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
         {"num_heads": 20, "block_size": 16, "rank": 512},
         BatchSpec("f", (400, 7, -2, 64), (4, 4, 3, 1)),
     ),
-    "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
+    "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 3), (4, 4))),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
     "fp8": ({"num_heads": 5, "rank": 512, "fp8": True}, BatchSpec("i", (300, 1, 0, 65), (1,) * 4)),
     "clusters": (
@@ -106,7 +106,9 @@ def make_uneven(batch: Batch, most: float) -> None:
     queries.mul_(torch.exp2((rows * most).round()))
 
 
-@pytest.mark.slow_cases(but=("8 rows", "many parts", "128 rows", "drafts", "fp8, fp16, drafts", "clusters"))
+@pytest.mark.slow_cases(
+    but=("8 rows", "many parts", "128 rows", "drafts", "fp8, fp16, drafts", "clusters", "not causal")
+)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, in other orders of the threads: the same bits."""

@@ -97,3 +97,11 @@ def test_a_stop_string_within_the_first_tokens_ends_nothing_later() -> None:
     assert shown(2, "ab", "cxb") == ("abcx", True)
     assert shown(2, "ab", "cd") == ("a", True), "it ends behind them"
     assert shown(1, "ab", "xyz") == ("a", True)
+
+
+@pytest.mark.timeout(60)
+def test_a_stop_string_far_longer_than_the_text() -> None:
+    """Each token looks at beginnings no longer than the text: others of the engine wait for it meanwhile."""
+    tokens, pieces = [WORDS.index("s"), *[WORDS.index("x"), WORDS.index("s")] * 2], Pieces()
+    stream = TextStream(pieces, ("xs" * 10**7,))
+    assert ("".join(map(stream.push, tokens)), stream.flush()) == ("s", "xsxs")

@@ -309,7 +309,9 @@ class TextStream:
             self.stopped = True
             shown, self._held = self._held[: min(ends)], ""
             return shown
-        keep = max((n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
+        most = len(self._held) + 1  # a stop string may be far longer
+        sizes = ((s, n) for s in self._stop for n in range(1, min(len(s), most)))
+        keep = max((n for s, n in sizes if self._held.endswith(s[:n])), default=0)
         cut = len(self._held) - keep
         self._early = max(self._early - cut, 0) if searches else keep
         shown, self._held = self._held[:cut], self._held[cut:]

@@ -120,14 +120,15 @@ def call_sampling(
     return CallSampling(sampling, padding)
 
 
+def _is_of_text(name: str, value: Any) -> bool:
+    """Whether an input about pictures says that there are none: the outputs of a model's towers, which
+    generate() adds, and the kinds of tokens, which processors give along."""
+    return (name == "mm_encoder_outputs" and not value) or (name == "mm_token_type_ids" and not value.any())
+
+
 def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
     for name, value in model_kwargs.items():
-        # generate() adds the outputs of a model's towers, of which a text has none.
-        if (
-            name in (*_KNOWN_INPUTS, *_OUTPUTS)
-            or value is None
-            or (name == "mm_encoder_outputs" and not value)
-        ):
+        if value is None or name in (*_KNOWN_INPUTS, *_OUTPUTS) or _is_of_text(name, value):
             continue
         raise _refuse(
             name,

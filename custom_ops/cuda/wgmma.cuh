@@ -19,6 +19,8 @@
 __device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16) {
   return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
 }
+// The same so many bytes behind, a multiple of 16: one addition.
+__device__ __forceinline__ u64 behind(u64 operand, int bytes) { return operand + (bytes >> 4); }
 
 // A warpgroup takes registers, or gives them to those of its CTA that take.
 template <int N> __device__ __forceinline__ void take_registers() {

@@ -15,6 +15,7 @@ from torchpaged.custom_ops.mla.cuda.call_params import call_params
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
 from torchpaged.custom_ops.mla.cuda.shape import (
     CLUSTER,
+    CUT_FLOATS,
     WIDE_CLUSTER,
     LatentSpec,
     kernel_of,
@@ -37,7 +38,7 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     cluster = config["CLUSTER"]  # perhaps a narrower one than was asked for
     groups = num_reqs * cluster if cluster > 1 else spec.max_groups // row_tiles
     parts = torch.empty(
-        groups * row_tiles * 2 * slot_floats(config) if groups > 1 and cluster == 1 else 0,
+        groups * row_tiles * (2 * slot_floats(config) + CUT_FLOATS) if groups > 1 and cluster == 1 else 0,
         dtype=torch.float32,
         device=q.device,
     )

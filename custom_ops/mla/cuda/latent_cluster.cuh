@@ -26,12 +26,16 @@ __device__ __forceinline__ Walk open_share(const Params &p) {
   const int tiles = of.tiles();
   load_and_forget_l1(p.starts + request);
   const int each = share_of(tiles).each, first = min(rank * each, tiles);
-  return {p, request, first, min(each, tiles - first), item % p.row_tiles, 0, of};
+  return {p, request, first, min(each, tiles - first), item % p.row_tiles, 0, 0, of};
 }
 
 // The work of a CTA, by all of its COUNT threads; `scan`: SCAN_BYTES of shared memory.
 template <int COUNT> __device__ __forceinline__ Walk open_work(const Params &p, int *scan, int &group) {
-  if constexpr (CLUSTER == 1) return open_walk<COUNT>(p, scan, group);
+  if constexpr (CLUSTER == 1) {
+    Schedule schedule;
+    Place place;
+    return open_walk<COUNT>(p, scan, group, schedule, place);
+  }
   group = 0;
   __syncthreads();
   return open_share(p);

@@ -40,6 +40,7 @@ __device__ __forceinline__ float *slot_of(const Params &p, int group, int slot, 
 // Token rows that no CTA works on: those behind the last request, and those of requests without keys.
 __device__ __forceinline__ void store_zeros(const Params &p, int first, int last, int thread, int threads) {
   constexpr int LINE = RANK / 8;
+#pragma unroll 1
   for (i64 i = (i64)first * NUM_HEADS * LINE + thread; i < (i64)last * NUM_HEADS * LINE; i += threads) {
     const int row = (int)(i / LINE), token = row / NUM_HEADS, head = row - token * NUM_HEADS;
     *(uint4 *)(p.out + (token * p.o_token + head * p.o_head + i % LINE * 8) * 2) = uint4{0, 0, 0, 0};

@@ -1,12 +1,12 @@
 // Puts together the partial results of requests that latent.cu cut. There is a CTA for each range: those
-// whose ranges begin in a request take its units (latent_params.cuh) in turns.
+// whose ranges begin in a request take its units (latent_params.cuh) in turns (latent_cut.cuh).
 //
 // Parts are added in one order, so that results are the same bits every time. Launched early, it waits for
 // latent.cu; what that wrote is read from L2.
 
-#include "latent_epilogue.cuh"
+#include "latent_cut.cuh"
 
-constexpr int WAYS = 4, MERGE_THREADS = WAYS * 128;  // parts read at a time by neighbours
+constexpr int WAYS = 4, MERGE_THREADS = WAYS * 128;  // neighbours: 128 threads have a unit
 constexpr int FINE = 2;  // where parts are many, 1 << FINE CTAs share a unit, with so many times as many ways
 constexpr int DEPTH = 4;                             // parts asked for at once by a thread
 constexpr int STATES = 4;                            // and softmax states
@@ -21,74 +21,56 @@ __device__ __forceinline__ float2 joined(float2 a, float2 b) {
   return {top, a.y * exp2_(a.x - top) + b.y * exp2_(b.x - top)};
 }
 
-// A cut request, and this CTA's share of it; from metadata alone, ahead of the wait. The first part may lie
-// in its group's second slot.
-struct Cut {
-  Lengths of;
-  const float *first;            // slot of the first part's group
-  i64 stride;                    // from part to part
-  int offset;                    // of the first part from that slot
-  int parts, share, mine, fine;  // `mine` of `share` CTAs; units are cut into 1 << fine
-  bool works;
-
-  __device__ __forceinline__ Cut(const Params &p, const Schedule &schedule, const Place &place, int group,
-                                 int row_tile, int sub) {
-    works = group < schedule.groups && schedule.tiles > 0;
-    if (!works) return;
-    of = place.of;
-    const int begin = schedule.begin(group) - place.tile, last = begin + of.tiles() - 1,
-              first_group = schedule.group_of(begin);
-    // only the first part may begin behind the begin of its group's range
-    const bool behind = schedule.begin(first_group) < begin;
-    parts = schedule.group_of(last) - first_group + 1;
-    share = (parts - behind) * MERGE_SHARE;
-    mine = (group - first_group - behind) * MERGE_SHARE + sub;
-    fine = share >= UNITS << FINE ? FINE : 0;
-    works = parts > 1 && row_tile * ROWS < of.query_len * NUM_HEADS && mine < UNITS << fine;
-    first = slot_of(p, first_group, 0, row_tile);
-    stride = (i64)p.row_tiles * 2 * SLOT_FLOATS;
-    offset = behind ? p.row_tiles * SLOT_FLOATS : 0;
-  }
-  __device__ __forceinline__ const float *part(int n) const { return first + n * stride + (n ? 0 : offset); }
-};
-
 // Two more warps than there are: so few registers that a CTA fits beside one of latent.cu, which ends sooner
 // for it, and the attention behind it begins sooner.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS + 64, 2)
 latent_merge(const __grid_constant__ Params p) {
   __shared__ float weight[MAX_GROUPS * ROWS];
   __shared__ float4 sums[MERGE_THREADS];
-  __shared__ int scan[SCAN_BYTES / 4];
+  [[maybe_unused]] __shared__ int scan[SCAN_BYTES / 4];
   __shared__ int seen[ROWS];
   __shared__ float2 levels[ROWS];  // maximum, 1 / total
   griddepcontrol_launch_dependents();
   const int sub = blockIdx.x % MERGE_SHARE, item = blockIdx.x / MERGE_SHARE,
             row_tile = item % p.row_tiles, group = item / p.row_tiles;
-  Place place;
-  const Schedule schedule = open_schedule<MERGE_THREADS>(p, group, scan, place);
-  const Cut cut(p, schedule, place, group, row_tile, sub);
-  griddepcontrol_wait();  // by every CTA, with work or without
-  if (!cut.works) return;
+  Cut cut;
+  if constexpr (QUERY_ROWS) {
+    griddepcontrol_wait();  // by every CTA, with work or without
+    const float4 *note = (const float4 *)(note_of(p) + item);
+    ((float4 *)&cut)[0] = load_l2(note);
+    ((float4 *)&cut)[1] = load_l2(note + 1);
+  } else {
+    Place place;
+    const Schedule schedule = open_schedule<MERGE_THREADS>(p, group, scan, place);
+    cut = find_cut(p, schedule, place, group, row_tile);
+    griddepcontrol_wait();
+  }
   const auto [start, query_len, seq_len] = cut.of;
-  const int parts = cut.parts, share = cut.share, mine = cut.mine, fine = cut.fine, units = UNITS << fine,
+  const int parts = cut.parts, share = cut.share * MERGE_SHARE, mine = cut.mine * MERGE_SHARE + sub,
+            fine = share >= UNITS << FINE ? FINE : 0, units = UNITS << fine;
+  if (parts == 0 || mine >= units) return;
+  const float *const first = slot_of(p, cut.first_group, 0, row_tile);
+  const i64 stride = (i64)p.row_tiles * 2 * SLOT_FLOATS;        // from part to part
+  const int offset = cut.behind ? p.row_tiles * SLOT_FLOATS : 0,  // of the first part
             thread = threadIdx.x, lane = thread % 32;
-  const int places = 128 >> fine, way = thread >> (7 - fine);
-  // neighbours take units of their own, or of many parts a share each
-  const int ways = parts <= WAYS ? 1 : WAYS << fine, first_unit = ways > 1 ? mine : mine + way * share;
+  const int places = 128 >> fine, neighbour = thread >> (7 - fine), neighbours = WAYS << fine;
+  // neighbours take units of their own, of two parts two at once, or of many parts a share each
+  const int ways = parts <= DEPTH ? 1 : parts <= DEPTH * 2 ? 2 : neighbours, way = neighbour & ways - 1,
+            step = share * (neighbours / ways), first_unit = mine + neighbour / ways * share;
+  const bool two = QUERY_ROWS && parts <= DEPTH / 2;
   float4 x[DEPTH];
+  const auto part_at = [&](int part) { return first + part * stride + (part ? 0 : offset); };
   const auto ask = [&](int from, int i) {  // for parts of a unit's place
-    const int unit = i >> fine, place_in = (i - (unit << fine)) * places + (thread & places - 1);
-    const float *here = cut.part(from) + (unit * 128 + place_in) * 4;
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      const int part = from + d * ways;
+      const int part = two ? d % 2 : from + d * ways, unit = two ? i + d / 2 * step : i,
+                place_in = (unit & (1 << fine) - 1) * places + (thread & places - 1);
       x[d] = {0.f, 0.f, 0.f, 0.f};
-      if (part < parts) x[d] = load_l2((const float4 *)here);
-      here += ways * cut.stride - (part ? 0 : cut.offset);
+      if (part < parts && unit < units)
+        x[d] = load_l2((const float4 *)(part_at(part) + ((unit >> fine) * 128 + place_in) * 4));
     }
   };
-  const int first_part = ways > 1 ? way : 0;
-  if (first_unit < units) ask(first_part, first_unit);
+  ask(way, first_unit);
   // neighbours read states of the same part, which lie next to each other
   const int state_row = thread % ROWS, state_way = thread / ROWS;
   float2 found = {FLOOR, 0.f};
@@ -98,7 +80,7 @@ latent_merge(const __grid_constant__ Params p) {
     for (int d = 0; d < STATES; ++d) {
       const int part = from + d * STATE_WAYS;
       of[d] = {FLOOR, 0.f};
-      if (part < parts) of[d] = load_l2((const float2 *)(cut.part(part) + UNITS * 512) + state_row);
+      if (part < parts) of[d] = load_l2((const float2 *)(part_at(part) + UNITS * 512) + state_row);
     }
 #pragma unroll
     for (int d = 0; d < STATES; ++d) {
@@ -131,17 +113,20 @@ latent_merge(const __grid_constant__ Params p) {
     w = exp2_(w - levels[state_row].x) * levels[state_row].y;
   }
   __syncthreads();
-  for (int i = first_unit; i < units; i += ways > 1 ? share : share * WAYS) {
+  for (int begin = mine, turn = 0; begin < units; begin += turn == two ? step << two : 0, turn ^= two) {
+    const int asked = first_unit - mine + begin, i = asked + turn * step;
     const int unit = i >> fine, place_in = (i - (unit << fine)) * places + (thread & places - 1);
     const int j = unit % BLOCKS_8, row = QUERY_ROWS ? place_in / 32 * 16 + lane / 4 : j * 8 + lane % 4 * 2,
               next = row + (QUERY_ROWS ? 8 : 1);
     float4 acc = {0.f, 0.f, 0.f, 0.f};
-    for (int from = first_part; from < parts; from += ways * DEPTH) {
-      if (i != first_unit || from != first_part) ask(from, i);
+    for (int from = way; from < parts; from += ways * DEPTH) {
+      if (turn == 0 && (begin != mine || from != way)) ask(from, asked);
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
-        const int part = min(from + d * ways, parts - 1);  // no branches
-        const float low = weight[part * ROWS + row], high = weight[part * ROWS + next];
+        const int part = two ? d % 2 : min(from + d * ways, parts - 1);  // no branches
+        const bool counts = !two || d / 2 == turn;
+        const float low = counts ? weight[part * ROWS + row] : 0.f,
+                    high = counts ? weight[part * ROWS + next] : 0.f;
         acc.x += x[d].x * low;
         acc.y += x[d].y * (QUERY_ROWS ? low : high);
         acc.z += x[d].z * (QUERY_ROWS ? high : low);
@@ -160,8 +145,8 @@ latent_merge(const __grid_constant__ Params p) {
         acc.w += y.w;
       }
       __syncthreads();
-      if (way) continue;
     }
+    if (way || i >= units) continue;
     const bool low = seen[row], high = seen[next];
     if constexpr (QUERY_ROWS) {
       const u32 y[2] = {low ? pack<HALF>(acc.x, acc.y) : 0, high ? pack<HALF>(acc.z, acc.w) : 0};

@@ -9,6 +9,7 @@
 // Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Source of the schedule: the description of
 // FlashMLA's kernel of April 2025 (docs/20250422-new-kernel-deep-dive.md there).
 
+#include "latent_cut.cuh"
 #include "latent_pairs_mainloop.cuh"
 
 static_assert(!FP8, "the copy engine converts nothing");
@@ -23,21 +24,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __gr
     }
     mbarrier_init(shared + Q_FULL_AT, QUERY_THREADS);
     mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
+    mbarrier_init(shared + Q_FIRST_AT, FIRST_THREADS);
     fence_mbarrier_init();
     prefetch_tensormap(&p.kv);
   }
   int group;
-  const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group);
+  Schedule schedule;
+  Place place;
+  const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group, schedule, place);
   wait_for_kernels_ahead();
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp != CONSUMER_THREADS / 32) copy_first_queries(p, shared, walk);
   if (warp >= CONSUMER_THREADS / 32) {
     give_registers<PRODUCER_REGISTERS>();
-    if (warp == CONSUMER_THREADS / 32) produce_keys(p, shared, walk, lane);
-    else produce_queries(p, shared, walk, warp - CONSUMER_THREADS / 32 - 1, lane);
+    if (warp == CONSUMER_THREADS / 32) {
+      produce_keys(p, shared, walk, lane);
+    } else {
+      const int thread = threadIdx.x - CONSUMER_THREADS - 32;
+      produce_queries(p, shared, walk, thread);
+      if (p.groups > 1 && thread == 0)
+        note_of(p)[blockIdx.x] = find_cut(p, schedule, place, group, walk.row_tile);
+      store_rows_without_keys(p, thread, QUERY_THREADS);
+    }
     return;
   }
   take_registers<CONSUMER_REGISTERS>();
-  store_rows_without_keys(p, threadIdx.x, CONSUMER_THREADS);
   if (warp < 4) Warpgroup<0>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(walk, group);
   else Warpgroup<1>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(walk, group);
 }

@@ -17,7 +17,8 @@ constexpr int SUM_AT = LEVEL_AT + 2 * ROWS * 4;   // [2 segments, 2 warpgroups, 
 constexpr int FULL_AT = SUM_AT + 4 * ROWS * 4;    // [2 tiles, SQUARES]
 constexpr int EMPTY_AT = FULL_AT + 2 * SQUARES * 8;  // [2 tiles, 2 halves]
 constexpr int Q_FULL_AT = EMPTY_AT + 4 * 8, Q_EMPTY_AT = Q_FULL_AT + 8;
-constexpr int SCAN_AT = Q_EMPTY_AT + 8;           // numbers of opening the schedule
+constexpr int Q_FIRST_AT = Q_EMPTY_AT + 8;
+constexpr int SCAN_AT = Q_FIRST_AT + 8;           // numbers of opening the schedule
 constexpr int SEEN_AT = SCAN_AT;                  // [2 tiles, TILE_KV] bits, by latent_selected.cu
 constexpr int SHARED_BYTES = SCAN_AT + SCAN_BYTES;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
@@ -57,25 +58,37 @@ __device__ __forceinline__ void produce_keys(const Params &p, u32 shared, Walk w
   }
 }
 
-// Queries of a tile of rows, as squares, by so many warps; zeros behind the last row.
+// Queries of a tile of rows, as squares, by so many threads; zeros behind the last row.
 __device__ __forceinline__ void copy_queries(const Params &p, u32 shared, const Segment &s, int row_tile,
-                                             int warp, int warps, int lane) {
-  for (int r = warp; r < ROWS; r += warps) {
+                                             int thread, int threads) {
+  constexpr int CHUNKS = WIDTH / 8;
+#pragma unroll 1  // code that runs once takes longer to arrive than to run
+  for (int i = thread; i < ROWS * CHUNKS; i += threads) {
+    const int r = i / CHUNKS, chunk = i - r * CHUNKS;
     const Row row = row_of(row_tile * ROWS + r, s.start, s.query_len, s.seq_len);
-    const char *from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head) * 2 : 0);
-    for (int chunk = lane; chunk < WIDTH / 8; chunk += 32)
-      cp_async_or_zero(shared + Q_AT + chunk / 8 * (ROWS * 128) + r * 128 + ((chunk ^ r) & 7) * 16,
-                       from + (row.real ? chunk * 16 : 0), row.real);
+    const char *from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head + chunk * 8) * 2 : 0);
+    cp_async_or_zero(shared + Q_AT + chunk / 8 * (ROWS * 128) + r * 128 + ((chunk ^ r) & 7) * 16, from,
+                     row.real);
   }
 }
-__device__ __forceinline__ void produce_queries(const Params &p, u32 shared, Walk walk, int warp, int lane) {
+// Those of the first segment, by all threads but those that ask for keys: they have nothing else to do yet.
+constexpr int FIRST_THREADS = CONSUMER_THREADS + QUERY_THREADS;
+__device__ __forceinline__ void copy_first_queries(const Params &p, u32 shared, Walk walk) {
+  const int thread = threadIdx.x < CONSUMER_THREADS ? threadIdx.x : threadIdx.x - 32;
+  Segment s;
+  if (!walk.next(s)) return;
+  copy_queries(p, shared, s, walk.row_tile, thread, FIRST_THREADS);
+  mbarrier_arrive_behind_copies(shared + Q_FIRST_AT);
+}
+__device__ __forceinline__ void produce_queries(const Params &p, u32 shared, Walk walk, int thread) {
   int phase = 0;
   Segment s;
+  if (!walk.next(s)) return;
   while (walk.next(s)) {
     // arrive: all warps that multiply, when their last scores of the segment before are there
-    mbarrier_wait(shared + Q_EMPTY_AT, phase ^ 1);
+    mbarrier_wait(shared + Q_EMPTY_AT, phase);
     phase ^= 1;
-    copy_queries(p, shared, s, walk.row_tile, warp, QUERY_THREADS / 32, lane);
+    copy_queries(p, shared, s, walk.row_tile, thread, QUERY_THREADS);
     cp_async_commit();
     cp_async_wait<0>();
     fence_async();

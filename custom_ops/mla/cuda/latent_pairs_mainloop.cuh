@@ -55,36 +55,39 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
   }
   // Of a tile, by squares in the order in which they come.
   __device__ __forceinline__ void scores(float (&x)[32]) const {
+    const u64 first_queries = operand(shared + Q_AT), first_keys = operand(square_at(ME, 0));
 #pragma unroll
     for (int n = 0; n < SQUARES; ++n) {
       const int square = n < SQUARES - 1 ? n ^ ME * HALF_SQUARES : n;
-      const u32 queries = shared + Q_AT + square * (ROWS * 128), keys = square_at(ME, square);
+      const u64 queries = behind(first_queries, square * (ROWS * 128)),
+                keys = behind(first_keys, square * SQUARE_BYTES);
       wait_full(ME, square);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (n + k == 0) scores16<0>(x, operand(queries), operand(keys));
-        else scores16<1>(x, operand(queries + k * 32), operand(keys + k * 32));
+        if (n + k == 0) scores16<0>(x, queries, keys);
+        else scores16<1>(x, behind(queries, k * 32), behind(keys, k * 32));
       }
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ u64 values(int slot, int k) const {
-    return operand(square_at(slot, ME * HALF_SQUARES) + k * 2048, 1024, SQUARE_BYTES);
+  __device__ __forceinline__ u64 values(int slot) const {
+    return operand(square_at(slot, ME * HALF_SQUARES), 1024, SQUARE_BYTES);
   }
   __device__ __forceinline__ void my_values(const u32 (&weights)[4][4]) {
     wgmma_fence();
+    const u64 first = values(ME);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) values16(acc, weights[k], values(ME, k));
+    for (int k = 0; k < 4; ++k) values16(acc, weights[k], behind(first, k * 2048));
     wgmma_commit();
   }
   __device__ __forceinline__ void other_values() {
 #pragma unroll
     for (int n = 0; n < HALF_SQUARES; ++n) wait_full(OTHER, ME * HALF_SQUARES + n);
     wgmma_fence();
+    const u64 weights = operand(square_at(OTHER, SQUARES - 1)), first = values(OTHER);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      values16(acc, operand(square_at(OTHER, SQUARES - 1) + k * 32), values(OTHER, k));
+    for (int k = 0; k < 4; ++k) values16(acc, behind(weights, k * 32), behind(first, k * 2048));
     wgmma_commit();
   }
   __device__ __forceinline__ void shrink(const float (&factor)[2]) {
@@ -276,6 +279,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
   }
   template <class W> __device__ __forceinline__ void run(W walk, int group) {
     int parity = 0;
+    bool first = !SELECTED;
     phases = 0;
     Segment s;
     while (walk.next(s)) {
@@ -286,8 +290,10 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
       }
 #pragma unroll
       for (int i = 0; i < 128; ++i) acc[i] = 0.f;
-      // arrive: the warps that copy queries
-      mbarrier_wait(shared + Q_FULL_AT, parity);
+      // arrive: the warps that copy queries; the first ones all but one
+      mbarrier_wait(shared + (first ? Q_FIRST_AT : Q_FULL_AT), SELECTED ? parity : first ? 0 : parity ^ 1);
+      if (first) fence_async();  // lanes copied them
+      first = false;
       if constexpr (ME == 0) even_tiles(s, walk.row_tile * ROWS);
       else odd_tiles(s, walk.row_tile * ROWS);
       finish(s, group, walk.row_tile, (float *)(memory + SUM_AT) + parity * 2 * ROWS);

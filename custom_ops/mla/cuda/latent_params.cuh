@@ -31,3 +31,4 @@ static_assert(sizeof(Params) == 320, "as custom_ops/mla/cuda/latent.py packs it"
 // A partial result: accumulators by units of 8 rows x 64 value columns, or 64 rows x 8 columns, each a
 // warpgroup's fragments, four at a time; then the maximum and the sum of each row.
 constexpr int BLOCKS_8 = ROWS / 8, UNITS = RANK / 64 * BLOCKS_8, SLOT_FLOATS = UNITS * 512 + ROWS * 2;
+constexpr int CUT_FLOATS = 8;  // behind the slots, for each CTA (latent_cut.cuh)

@@ -3,7 +3,8 @@
 // that CTAs that need the same keys read them at about the same time. A range goes over the borders of
 // requests; a request cut by the border of a range leaves a partial result in each, for latent_merge.cu.
 // There are no more ranges than the longest one asks for, and where all requests have equally many tiles a
-// few less, so that borders of ranges meet those of requests.
+// few less, so that borders of ranges meet those of requests. Where they have not, a range's next request is
+// counted as some tiles more: other queries and another result.
 //
 // Every CTA works all of this out from lengths on the device, before it waits for the kernels ahead. Ahead of
 // the wait it reads the table and keys of the context, too (docs/stream_order.md).
@@ -14,6 +15,7 @@
 constexpr int SCAN_BYTES = 53 * 4;
 constexpr int ROUND_PARTS = 32;  // of a request, that the merge reads in two rounds
 constexpr int CUT_TILES = 4;  // what parts cost, in tiles: other queries, partial results, the merge
+constexpr int BETWEEN_TILES = ROWS == 64 ? 4 : 0;  // what a range's next request costs, in tiles
 
 __device__ __forceinline__ int tiles_of(int query_len, int seq_len) {
   return query_len > 0 && seq_len > 0 ? (seq_len + TILE_KV - 1) / TILE_KV : 0;
@@ -28,11 +30,16 @@ __device__ __forceinline__ Lengths lengths_of(const Params &p, int request) {
   return {start, p.starts[request + 1] - start, p.seq_lens[request]};
 }
 
+// Borders of ranges, counted in tiles and what lies between requests.
 struct Schedule {
-  int tiles, groups;  // in all; groups of CTAs that have some
+  int tiles, groups, between;  // counted in all; groups of CTAs that have some; counted ahead of each request
 
   __device__ __forceinline__ int begin(int group) const { return (int)((i64)tiles * group / groups); }
-  // the last group that begins at or before a tile
+  __device__ __forceinline__ int counted(const Lengths &of) const {
+    const int many = of.tiles();
+    return many > 0 ? between + many : 0;
+  }
+  // the last group that begins at or before what is counted there
   __device__ __forceinline__ int group_of(int tile) const {
     int group = (int)((i64)tile * groups / tiles);
     while (group + 1 < groups && begin(group + 1) <= tile) ++group;
@@ -41,8 +48,8 @@ struct Schedule {
   }
 };
 
-struct Place {  // a tile of a request
-  int request, tile;
+struct Place {  // in a request, counted from its begin
+  int request, at;
   Lengths of;
 };
 
@@ -64,48 +71,58 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
     some += many > 0;
   }
   load_and_forget_l1(p.starts + last);
-  int upto = count;
+  int upto = count, upto_some = some;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(ALL, upto, step);
-    if (lane >= step) upto += before;
+    const int before = __shfl_up_sync(ALL, upto, step), before_some = __shfl_up_sync(ALL, upto_some, step);
+    if (lane >= step) {
+      upto += before;
+      upto_some += before_some;
+    }
   }
 #pragma unroll
-  for (int step = 16; step; step /= 2) {
-    most = max(most, __shfl_xor_sync(ALL, most, step));
-    some += __shfl_xor_sync(ALL, some, step);
-  }
+  for (int step = 16; step; step /= 2) most = max(most, __shfl_xor_sync(ALL, most, step));
   if (lane == 31) {
     scan[thread / 32] = upto;
     scan[18 + thread / 32] = most;
-    scan[34 + thread / 32] = some;
+    scan[34 + thread / 32] = upto_some;
   }
   __syncthreads();
-  Schedule s = {0, 0};
+  Schedule s = {0, 0, 0};
   int requests = 0;
 #pragma unroll
   for (int warp = 0; warp < COUNT / 32; ++warp) {
-    if (warp == thread / 32) upto += s.tiles;
+    if (warp == thread / 32) {
+      upto += s.tiles;
+      upto_some += requests;
+    }
     s.tiles += scan[warp];
     most = max(most, scan[18 + warp]);
     requests += scan[34 + warp];
   }
   const int few = min(CUT_TILES, (most + ROUND_PARTS - 1) / ROUND_PARTS),
-            range = max(max(MIN_TILES, few), (s.tiles + p.groups - 1) / p.groups);
-  s.groups = max(1, (s.tiles + range - 1) / range);
+            fewest = max(MIN_TILES, few), range = max(fewest, (s.tiles + p.groups - 1) / p.groups);
   if (requests * most == s.tiles && s.tiles > 0) {  // all alike: equal parts of requests, or whole ones
     const int parts = most / range, whole = (range + most - 1) / most;
     if (parts > 0 && (most + parts - 1) / parts <= range + CUT_TILES) s.groups = requests * parts;
     if (parts == 0 && requests % whole == 0 && whole * most <= range + CUT_TILES) s.groups = requests / whole;
   }
+  if (s.groups == 0) {
+    if (requests > 1) s.between = BETWEEN_TILES;
+    const int counted = s.tiles + requests * s.between,
+              length = max(fewest, (counted + p.groups - 1) / p.groups);
+    s.groups = max(1, (counted + length - 1) / length);
+  }
   s.groups = __shfl_sync(ALL, s.groups, 0);  // uniform, which spares registers
+  s.between = __shfl_sync(ALL, s.between, 0);
+  s.tiles += requests * s.between;
   if (group < s.groups && s.tiles > 0) {
-    int left = s.begin(group) - (upto - count);
-    if (left >= 0 && left < count) {
+    int left = s.begin(group) - (upto - count + (upto_some - some) * s.between);
+    if (left >= 0 && left < count + some * s.between) {
       int request = first;
       if (each > 1) mine = lengths_of(p, request);  // one is known: a trip through L2 less
-      while (left >= mine.tiles()) {
-        left -= mine.tiles();
+      while (left >= s.counted(mine)) {
+        left -= s.counted(mine);
         mine = lengths_of(p, ++request);
       }
       scan[16] = request;
@@ -135,8 +152,8 @@ struct Segment {  // tiles [first, last) of a request
 // the next request are asked for ahead.
 struct Walk {
   const Params &p;
-  int request, tile, left, row_tile, slot;
-  Lengths of;  // of `request`
+  int request, at, left, row_tile, slot, between;  // `at` and `left` as the schedule counts
+  Lengths of;                                      // of `request`
 
   __device__ __forceinline__ bool next(Segment &s) {
     while (left > 0) {
@@ -144,31 +161,33 @@ struct Walk {
       s.start = of.start;
       s.query_len = of.query_len;
       s.seq_len = of.seq_len;
-      const int tiles = of.tiles();
+      const int tiles = of.tiles(), many = tiles > 0 ? between + tiles - at : 0;
       ++request;
-      if (left > tiles - tile) of = lengths_of(p, request);
-      if (tiles == 0) continue;  // tiles are left, so that a request with some is behind
-      s.first = tile;
-      s.last = min(tiles, tile + left);
+      if (left > many) of = lengths_of(p, request);
+      if (tiles == 0) continue;  // some is left, so that a request with tiles is behind
+      s.first = max(at - between, 0);
+      s.last = max(at + min(many, left) - between, 0);
       s.whole = s.first == 0 && s.last == tiles;
       s.slot = slot;
-      left -= s.last - s.first;
-      tile = 0;
+      left -= min(many, left);
+      at = 0;
       slot = 1;
-      if (row_tile * ROWS < s.rows()) return true;
+      if (s.first < s.last && row_tile * ROWS < s.rows()) return true;
     }
     return false;
   }
 };
 
 // By all COUNT threads of a CTA of the kernels that work on keys.
-template <int COUNT> __device__ __forceinline__ Walk open_walk(const Params &p, int *scan, int &group) {
+template <int COUNT>
+__device__ __forceinline__ Walk open_walk(const Params &p, int *scan, int &group, Schedule &schedule,
+                                         Place &place) {
   group = blockIdx.x / p.row_tiles;
-  Place place;
-  const Schedule schedule = open_schedule<COUNT>(p, group, scan, place);
+  schedule = open_schedule<COUNT>(p, group, scan, place);
   const bool has_work = group < schedule.groups && schedule.tiles > 0;
   const int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
-  return {p, place.request, place.tile, many, (int)blockIdx.x - group * p.row_tiles, 0, place.of};
+  return {p, place.request, place.at, many, (int)blockIdx.x - group * p.row_tiles, 0, schedule.between,
+          place.of};
 }
 
 // The next kernel may begin behind the wait, so that to attention behind this one query tokens of this step

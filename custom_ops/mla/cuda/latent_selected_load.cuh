@@ -151,7 +151,8 @@ struct Rows {
 __device__ __forceinline__ Rows ask_first(const Params &p, u32 shared, const Lookup &look, int token,
                                           int warp, int lane) {
   const int first = look.position(0), second = look.position(1), third = look.position(2);
-  copy_queries(p, shared, Segment{0, token, 1}, blockIdx.x - token * p.row_tiles, warp, GATHER_WARPS, lane);
+  copy_queries(p, shared, Segment{0, token, 1}, blockIdx.x - token * p.row_tiles,
+               warp * 32 + lane, GATHER_THREADS);
   return {look.row(first), look.row(second), third};
 }
 

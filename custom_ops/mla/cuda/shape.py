@@ -34,6 +34,8 @@ CLUSTER, MAX_CLUSTERS, TOKENS_PER_CLUSTER = 8, 8, 512
 #: half of a device's multiprocessors (docs/log/latent_room.md).
 WIDE_CLUSTER, MAX_WIDE_CLUSTERS = 16, 2
 _MAX_COORDINATE = 2**31 - 1
+#: What each CTA notes of a cut request behind the partial results, as the source counts it.
+CUT_FLOATS = 8
 
 
 class LatentSpec(NamedTuple):
@@ -150,7 +152,7 @@ def _count(rank: int, rope: int, rows: int, stages: int, fp8: int) -> int:
         return keys + scales * rows * ((_TILE_KV + 4) * 4 + _TILE_KV * 2 + 16 + 8) + stages * 16 + 212
     width = rank + rope
     tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 24 + 212
-    return tiles + (width // 4 + 48 if rows == 64 else rows * 128 + stages * 16)
+    return tiles + (width // 4 + 56 if rows == 64 else rows * 128 + stages * 16)
 
 
 def slot_floats(config: Config) -> int:

@@ -118,6 +118,7 @@ inline void stmatrix_x2_trans(u32 at, u32 a, u32 b) { stmatrix_trans(at, {a, b})
 inline u64 operand(u32 at, int groups = 1024, int columns = 0) {
   return (u64)at | (u64)(groups >> 4) << 32 | (u64)(columns >> 4) << 48;
 }
+inline u64 behind(u64 operand, int bytes) { return operand + bytes; }
 inline u64 blocks(u32 at) { return (u64)at | (u64)0xffff << 48; }  // of 8 x 8, without swizzle
 inline u32 place_of(u64 of, bool turned, int row, int k) {
   if (of >> 48 == 0xffff) return (u32)of + row / 8 * 256 + k / 8 * 128 + row % 8 * 16 + k % 8 * 2;

@@ -2,28 +2,20 @@
 CUDA graphs."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=199,
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
+@pytest.fixture
+def model(make_llama: Callable[..., Any]) -> Any:
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 3}
+    return make_llama(vocab_size=199, **sizes, max_position_embeddings=512, eos_token_id=None).to("cuda")
 
 
 def prompts() -> dict[str, torch.Tensor]:
@@ -34,12 +26,12 @@ def prompts() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])
-def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_generate_equals_eager(model: Any, compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
     """generate() compiles the decode step on its own on a GPU (reduce-overhead), with its CUDA
     graphs kept."""
     import torchpaged.hf as hf
 
-    model, inputs = tiny_llama(), prompts()
+    inputs = prompts()
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.set_attn_implementation("eager")
     want = model.generate(**inputs, **options)
@@ -59,13 +51,12 @@ def test_generate_equals_eager(compiled: bool, caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_runner_with_cuda_graphs(compile: bool) -> None:
+def test_runner_with_cuda_graphs(model: Any, compile: bool) -> None:
     """Real graphs: every bucket, every length, tokens equal eager generate()'s; replay does
     not synchronise."""
     import torchpaged.hf as hf
     from torchpaged.graphs import DecodeGraphRunner
 
-    model = tiny_llama()
     rows = [[5, 6, 7], [9], [11, 12, 13, 14, 15]]
     model.set_attn_implementation("eager")
     want = [

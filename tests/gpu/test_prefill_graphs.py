@@ -3,6 +3,7 @@ for the device."""
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from torchpaged.testing import assert_within_budget
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
 VOCAB = 499
 
@@ -114,7 +115,9 @@ def test_the_last_part_of_a_shared_prompt_is_a_step_of_one_request(model: Any) -
     [[(64, 64)], [(5, 5), (1, 1), (2, 90)], [(40, 300), (3, 3)], [(1, 700)] * 8, [(2, 2)] * 8],
     ids=str,
 )
-def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
+def test_logits_of_a_replay_are_those_of_the_step(
+    make_llama: Callable[..., Any], dtype: torch.dtype, lens: list[tuple[int, int]]
+) -> None:
     """Short queries alone too, which the bucket's upper bound says nothing about; the same step launched from
     Python beside it. Both err against float64 at most twice as much as the reference backend in the
     same dtype."""
@@ -122,19 +125,8 @@ def test_logits_of_a_replay_are_those_of_the_step(dtype: torch.dtype, lens: list
     from torchpaged.graphs import PackedGraphRunner
     from torchpaged.hf import PagedModel
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=512,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8}
+    model = make_llama(vocab_size=VOCAB, **sizes, max_position_embeddings=2048).to("cuda", dtype)
     paged, reference, wide = (
         PagedModel(copy.deepcopy(model).to(kind), num_blocks=500, backend=backend)
         for kind, backend in ((dtype, "auto"), (dtype, "reference"), (torch.float64, "reference"))

@@ -2,44 +2,38 @@
 engine's ranges."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
 
 LAYERS = 3
 
 
-def tiny_generator(compile: bool, **options: Any) -> tuple[Any, Any]:
+@pytest.fixture
+def model(make_llama: Callable[..., Any]) -> Any:
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": LAYERS}
+    model = make_llama(vocab_size=199, **sizes, max_position_embeddings=512, eos_token_id=None)
+    return model.to("cuda", torch.bfloat16)
+
+
+def make(model: Any, compile: bool, **options: Any) -> Any:
     from torchpaged.engine import Generator
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=199,
-        hidden_size=128,
-        intermediate_size=160,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    generator = Generator(model, max_batch_size=4, buckets=[4], max_seq_len=128, compile=compile, **options)
-    return model, generator
+    return Generator(model, max_batch_size=4, buckets=[4], max_seq_len=128, compile=compile, **options)
 
 
 @pytest.mark.parametrize("steps_per_launch", [1, 2])
-def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> None:
+def test_all_kernels_of_a_replay_find_their_modules(model: Any, steps_per_launch: int) -> None:
     """Rows are idle: padding runs the same kernels."""
     from torchpaged.profiling.kernel_report import kernels_per_layer, layer_groups
 
-    model, generator = tiny_generator(False, steps_per_launch=steps_per_launch)
+    generator = make(model, False, steps_per_launch=steps_per_launch)
     runner = generator.runner
     report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
     assert report.kind == "kernel", (report.rows.unmatched, report.missing)
@@ -53,11 +47,11 @@ def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> No
     assert report.rows.total.total_us > 0
 
 
-def test_a_compiled_replay_says_what_it_can_not_place() -> None:
+def test_a_compiled_replay_says_what_it_can_not_place(model: Any) -> None:
     """Inductor's fused kernels have no counterpart in the eager step; the attention kernels have."""
     from torchpaged.profiling.kernel_report import kernels_per_layer
 
-    model, generator = tiny_generator(True)
+    generator = make(model, True)
     runner = generator.runner
     eager = kernels_per_layer(lambda: runner.launch_eager(4), model)
     report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
@@ -68,7 +62,7 @@ def test_a_compiled_replay_says_what_it_can_not_place() -> None:
     assert all(modules[f"model.layers.{layer}.self_attn"].total.count >= 1 for layer in range(LAYERS))
 
 
-def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
+def test_a_compiled_capture_has_the_ranges_of_attention(model: Any) -> None:
     """Twice while it warms up, once while it is captured, each layer by its index."""
     from torchpaged import profiling
 
@@ -76,7 +70,7 @@ def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
         profiling.recorded(),
     ):
-        _, generator = tiny_generator(True, prefill_buckets=None)
+        generator = make(model, True, prefill_buckets=None)
         generator.runner.capture()
     events = [event for event in profiler.events() if event.name.startswith(("attention", "capture"))]
     (capture,) = (event.time_range for event in events if event.name == "capture padded=4")
@@ -91,7 +85,7 @@ def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
 
 
 @pytest.mark.parametrize("prefill_buckets", [None, [16]], ids=["prefill-from-python", "prefill-graph"])
-def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | None) -> None:
+def test_a_trace_of_a_generation(model: Any, tmp_path: Path, prefill_buckets: list[int] | None) -> None:
     """Ranges of the host, kernels of the graphs, all of them placed; attention ranges inside the steps that
     run as Python."""
     from torchpaged import profiling
@@ -99,7 +93,7 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
     from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
     from torchpaged.profiling.kernel_report.trace import module_ranges, read_trace
 
-    model, generator = tiny_generator(False, prefill_buckets=prefill_buckets)
+    generator = make(model, False, prefill_buckets=prefill_buckets)
     path = tmp_path / "out.json"
     with profiling.trace(path), module_ranges(model):
         generator.generate([[5, 6, 7], [9, 8]], SamplingParams(max_new_tokens=6))

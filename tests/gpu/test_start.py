@@ -2,13 +2,14 @@
 then."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
 
 #: Options, and the width of a model that no other test has, so that its kernels are new in this process.
@@ -43,27 +44,17 @@ def load(count: int) -> tuple[list[list[int]], list[Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_compiled_behind_the_start(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_llama: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from torchpaged.engine import Generator
 
     monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path / "torchpaged"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     options, width = CASES[name]
-    config = transformers.LlamaConfig(
-        vocab_size=199,
-        hidden_size=width,
-        intermediate_size=width * 2,
-        num_hidden_layers=2,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        head_dim=64,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    shape = {"hidden_size": width, "intermediate_size": width * 2, "head_dim": 64}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), width // 64)
+    model = make_llama(vocab_size=199, **shape, **heads, max_position_embeddings=512, eos_token_id=None)
+    model.to("cuda", torch.bfloat16)
     sizes = {"max_batch_size": 40, "max_seq_len": 400, "prefill_chunk_size": 512}
     generator = Generator(model, **sizes, **options, warm_up=True)
     report = generator.start_report

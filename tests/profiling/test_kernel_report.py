@@ -347,25 +347,14 @@ def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> Non
     }
 
 
-def test_a_model_through_the_runner() -> None:
+def test_a_model_through_the_runner(make_llama: Callable[..., Any]) -> None:
     """A tape's replay has no modules and adds copies of its own: all of the model's ops are found, the copies
     are not claimed."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from torchpaged.graphs import DecodeGraphRunner, TapeCapture
     from torchpaged.hf import PagedModel
 
-    config = transformers.LlamaConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+    model = make_llama(vocab_size=99, **sizes, max_position_embeddings=64)
     paged = PagedModel(model, num_blocks=20, block_size=4)
     runner = DecodeGraphRunner(
         lambda input_ids, metadata: paged(input_ids, metadata),

@@ -14,6 +14,7 @@ from torchpaged.prefixes import AutomaticPrefixes, CascadeCosts
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
+FREE = CascadeCosts(0.0, 0.0, 1.0, 1e12, "whatever is shared pays")
 
 
 @pytest.fixture
@@ -21,12 +22,6 @@ def model(make_llama: Callable[..., Any]) -> Any:
     return make_llama(vocab_size=99, hidden_size=256, intermediate_size=384, max_position_embeddings=1024).to(
         "cuda"
     )
-
-
-def free() -> Any:
-    from torchpaged.prefixes import CascadeCosts
-
-    return CascadeCosts(0.0, 0.0, 1.0, 1e12, "whatever is shared pays")
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse": True}, {"steps_per_launch": 4}], ids=str)
@@ -41,7 +36,7 @@ def test_an_engine(model: Any, options: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 512, "buckets": [4]}
     plain = Generator(model, **sizes, share_prefixes=False, **options)
     want = [output.token_ids for output in plain.generate(prompts, each)]
-    generator = Generator(model, **sizes, cascade=free(), **options)
+    generator = Generator(model, **sizes, cascade=FREE, **options)
     assert [output.token_ids for output in generator.generate(prompts, each)] == want
     (report,) = generator.loop.runner.prefix_graphs.report()  # type: ignore[union-attr]
     assert report.hits > 5
@@ -59,7 +54,7 @@ def test_rows_between_two_second_graphs(model: Any) -> None:
     sizes: dict[str, Any] = {"max_batch_size": 40, "max_seq_len": 256}
     plain = Generator(model, **sizes, share_prefixes=False)
     want = [[output.token_ids for output in plain.generate(load, params)] for load in loads]
-    generator = Generator(model, **sizes, cascade=free())
+    generator = Generator(model, **sizes, cascade=FREE)
     assert [[output.token_ids for output in generator.generate(load, params)] for load in loads] == want
     hits = {report.bucket: report.hits for report in generator.loop.runner.prefix_graphs.report()}  # type: ignore[union-attr]
     assert set(hits) == {1, 2, 4, 8, 16, 32, 40} and hits[32] > 5 and hits[40] > 5
@@ -76,7 +71,7 @@ def test_a_paged_cache(model: Any, compiled: bool) -> None:
     prompt = torch.cat([torch.randint(3, 99, (1, 250), device="cuda"), ids[:1, :6]], 1)
     model.set_attn_implementation("torchpaged")
     found = []
-    for cascade in (free(), False):
+    for cascade in (FREE, False):
         run = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiled else model
         cache = PagedCache(model.config, 8, 512, cascade=cascade)
         logits = []
@@ -149,10 +144,9 @@ HEADS, KV_HEADS, DIM, BLOCK, WIDTH = 32, 8, 128, 16, 40
 
 @pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
 def test_steps_in_groups_equal_steps_alone(compile: bool) -> None:
-    free = CascadeCosts(0.0, 0.0, 1.0, 1e12, "whatever is shared pays")
     sizes: Any = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "kv_dtype": torch.bfloat16}
     prefixes = AutomaticPrefixes(
-        **sizes, max_blocks_per_req=WIDTH, block_size=BLOCK, device="cuda", costs=free
+        **sizes, max_blocks_per_req=WIDTH, block_size=BLOCK, device="cuda", costs=FREE
     )
     words = [
         torch.randn(50, n, DIM, dtype=torch.bfloat16, device="cuda") for n in (HEADS, KV_HEADS, KV_HEADS)

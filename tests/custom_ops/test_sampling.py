@@ -163,6 +163,13 @@ def test_samples_close(overload: str, dtype: torch.dtype) -> None:
     assert_samples_close(BACKEND_OPS[overload], make_sampling_inputs(ALL, dtype=dtype, padding=5))
 
 
+def assert_native_as_reference(inputs: dict[str, Any]) -> None:
+    want = torch.empty_like(inputs["out"])
+    REFERENCE.sample_tokens(**{**inputs, "out": want})
+    BACKEND_OPS["cpu"].sample_tokens(**inputs)
+    assert inputs["out"].tolist() == want.tolist(), inputs["logits"].dtype
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
 @pytest.mark.parametrize("vocab_size", [1, 5, 31, 64, 65, 300, 2000])
 def test_native_tokens_are_those_of_the_reference(vocab_size: int, spread: float) -> None:
@@ -174,10 +181,7 @@ def test_native_tokens_are_those_of_the_reference(vocab_size: int, spread: float
         inputs = make_sampling_inputs(ALL, dtype=dtype, seed=seed, **sizes)
         inputs["logits"][:, ::3][torch.rand(len(ALL), -(-vocab_size // 3)) < 0.05] = float("-inf")
         inputs["logits"][seed::7, -1] = float("inf")
-        want = torch.empty_like(inputs["out"])
-        REFERENCE.sample_tokens(**{**inputs, "out": want})
-        BACKEND_OPS["cpu"].sample_tokens(**inputs)
-        assert inputs["out"].tolist() == want.tolist(), (dtype, seed)
+        assert_native_as_reference(inputs)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +207,7 @@ def test_native_mass_of_top_k_counts_what_min_p_leaves_out(top_p: float, min_p: 
     limits = {"temperature": 1.5, "top_k": 60, "top_p": top_p, "min_p": min_p}
     inputs = make_sampling_inputs([limits] * 400, vocab_size=130, dtype=torch.float16)
     inputs["logits"][:, :3] = 4.0
-    want = torch.empty_like(inputs["out"])
-    REFERENCE.sample_tokens(**{**inputs, "out": want})
-    BACKEND_OPS["cpu"].sample_tokens(**inputs)
-    assert inputs["out"].tolist() == want.tolist()
+    assert_native_as_reference(inputs)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +220,7 @@ def test_native_scores_of_extreme_numbers(logits: float, temperature: float) -> 
     tell."""
     inputs = make_sampling_inputs([{"temperature": temperature}] * 60, vocab_size=333)
     inputs["logits"] = inputs["logits"].sign() * logits
-    want = torch.empty_like(inputs["out"])
-    REFERENCE.sample_tokens(**{**inputs, "out": want})
-    BACKEND_OPS["cpu"].sample_tokens(**inputs)
-    assert inputs["out"].tolist() == want.tolist()
+    assert_native_as_reference(inputs)
 
 
 @pytest.mark.parametrize("temperature", [1e-44, 1e-39, 1e-30])
@@ -230,10 +228,7 @@ def test_native_ties_at_temperatures_next_to_0(temperature: float) -> None:
     """Noise alone decides between logits that are equal; 1 / temperature may be beyond float32."""
     inputs = make_sampling_inputs([{"temperature": temperature}] * 60, vocab_size=333)
     inputs["logits"].zero_()
-    want = torch.empty_like(inputs["out"])
-    REFERENCE.sample_tokens(**{**inputs, "out": want})
-    BACKEND_OPS["cpu"].sample_tokens(**inputs)
-    assert inputs["out"].tolist() == want.tolist()
+    assert_native_as_reference(inputs)
 
 
 def test_repetition_penalty_equals_transformers() -> None:
@@ -384,49 +379,6 @@ def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None
     assert inputs["launches"].tolist() == [launch + (step == 1 and launch >= 0), 0]
 
 
-@pytest.mark.parametrize("overload", ["reference", "cpu"])
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("ring", torch.zeros(4, 3, 6, dtype=torch.int64)),
-        ("ring", torch.zeros(1, 3, 9, dtype=torch.int64)),
-        ("ring", torch.zeros(4, 3, 9, dtype=torch.int32)),
-        ("ring", None),
-        ("launches", None),
-        ("launches", torch.zeros(1, dtype=torch.int64)),
-        ("step", 2),
-        ("step", -1),
-    ],
-)
-def test_bad_rings_are_refused(argument: str, value: Any, overload: str) -> None:
-    inputs = make_accept_inputs(launch=0)
-    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
-    with pytest.raises((ArgumentError, RuntimeError), match=argument):
-        BACKEND_OPS[overload].accept_tokens(**{**inputs, argument: value})
-    assert all(torch.equal(inputs[name], x) for name, x in before.items())
-
-
-@pytest.mark.parametrize("overload", ["reference", "cpu"])
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("stop_token_ids", torch.zeros(7, dtype=torch.int64)),
-        ("remaining", torch.zeros(7, dtype=torch.int64)),
-        ("sampled_token_ids", torch.full((7,), 96)),
-        ("sampled_token_ids", torch.full((7,), -1)),
-        ("sampled_token_ids", torch.full((7,), -3)),
-        ("seq_lens", torch.full((7,), 13, dtype=torch.int32)),
-        ("block_size", 0),
-    ],
-)
-def test_bad_arguments_of_accept_tokens(argument: str, value: Any, overload: str) -> None:
-    inputs = make_accept_inputs()
-    before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
-    with pytest.raises((ArgumentError, RuntimeError), match=argument):
-        BACKEND_OPS[overload].accept_tokens(**{**inputs, argument: value})
-    assert all(torch.equal(inputs[name], x) for name, x in before.items())
-
-
 @pytest.mark.parametrize("launch", [None, 4])
 def test_finish_step_is_both_ops(launch: int | None) -> None:
     inputs = make_finish_inputs(ALL, launch=launch, step=launch is not None)
@@ -449,26 +401,58 @@ def test_native_finish_step_leaves_what_the_reference_leaves(launch: int | None,
 
 @pytest.mark.parametrize("overload", ["reference", "cpu"])
 @pytest.mark.parametrize(
-    ("argument", "value"),
+    ("op", "launch", "argument", "value"),
     [
-        ("top_k", torch.zeros(3, dtype=torch.int32)),
-        ("top_p", torch.zeros(len(ALL))),
-        ("block_table", torch.ones(3, 3, dtype=torch.int32)),
-        ("seq_lens", torch.full((len(ALL),), 13).int()),
-        ("tokens_out", torch.zeros(len(ALL))),
-        ("step", 2),
+        *(
+            ("accept_tokens", 0, *case)
+            for case in (
+                ("ring", torch.zeros(4, 3, 6, dtype=torch.int64)),
+                ("ring", torch.zeros(1, 3, 9, dtype=torch.int64)),
+                ("ring", torch.zeros(4, 3, 9, dtype=torch.int32)),
+                ("ring", None),
+                ("launches", None),
+                ("launches", torch.zeros(1, dtype=torch.int64)),
+                ("step", 2),
+                ("step", -1),
+            )
+        ),
+        *(
+            ("accept_tokens", None, *case)
+            for case in (
+                ("stop_token_ids", torch.zeros(7, dtype=torch.int64)),
+                ("remaining", torch.zeros(7, dtype=torch.int64)),
+                ("sampled_token_ids", torch.full((7,), 96)),
+                ("sampled_token_ids", torch.full((7,), -1)),
+                ("sampled_token_ids", torch.full((7,), -3)),
+                ("seq_lens", torch.full((7,), 13, dtype=torch.int32)),
+                ("block_size", 0),
+            )
+        ),
+        *(
+            ("finish_step", 0, *case)
+            for case in (
+                ("top_k", torch.zeros(3, dtype=torch.int32)),
+                ("top_p", torch.zeros(len(ALL))),
+                ("block_table", torch.ones(3, 3, dtype=torch.int32)),
+                ("seq_lens", torch.full((len(ALL),), 13).int()),
+                ("tokens_out", torch.zeros(len(ALL))),
+                ("step", 2),
+            )
+        ),
     ],
 )
-def test_bad_arguments_of_finish_step(argument: str, value: Any, overload: str) -> None:
-    inputs = make_finish_inputs(ALL, launch=0)
-    before = {
-        name: x.clone()
-        for name, x in inputs.items()
-        if isinstance(x, Tensor) and name not in ("logits", argument)
+def test_bad_arguments_of_a_steps_end(
+    op: str, launch: int | None, argument: str, value: Any, overload: str
+) -> None:
+    whole = op == "finish_step"
+    inputs = make_finish_inputs(ALL, launch=launch) if whole else make_accept_inputs(launch=launch)
+    kept = {
+        name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in ("logits", argument)
     }
+    before = {name: x.clone() for name, x in kept.items()}
     with pytest.raises((ArgumentError, RuntimeError), match=argument):
-        BACKEND_OPS[overload].finish_step(**{**inputs, argument: value})
-    assert all(torch.equal(inputs[name], x) for name, x in before.items())
+        getattr(BACKEND_OPS[overload], op)(**{**inputs, argument: value})
+    assert all(torch.equal(kept[name], x) for name, x in before.items())
 
 
 @pytest.mark.parametrize(

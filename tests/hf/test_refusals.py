@@ -127,6 +127,18 @@ def test_rows_and_blocks() -> None:
             model(torch.randint(3, 99, (3, 1)), past_key_values=cache)
 
 
+@pytest.mark.parametrize(("name", "argument"), [("llama", "key_states"), ("lfm2", "x")])
+def test_a_model_of_another_dtype_behind_a_reset(name: str, argument: str) -> None:
+    model, ids = attach(model_of(name)), torch.randint(3, 99, (2, 4))
+    cache = PagedCache(model.config, 2, 32)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.reset()
+        said = rf"{argument}: expected .*float32 on cpu, as this cache's layer 0 was made for, got .*bfloat16"
+        with pytest.raises(ArgumentError, match=said):
+            model.bfloat16()(ids, past_key_values=cache)
+
+
 def test_an_attention_implementation_that_was_not_set() -> None:
     model = tiny("Llama")
     with pytest.raises(ArgumentError, match="set_attn_implementation"), torch.no_grad():

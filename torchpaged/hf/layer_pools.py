@@ -9,9 +9,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, attention_spec
 from torchpaged.cache import KVLayerSpec, LayerSpec
-from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.call import by_token
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.row_table import other_layout
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error
 #: with ``fullgraph=True``.
@@ -166,12 +166,5 @@ class LayerPools(CacheLayerMixin):
         """Refuse what the pools were not made for, before the step moves on."""
         got = states.shape[1], states.shape[3], states.dtype, states.device
         if got != takes:
-            heads, width, dtype, device = takes
-            raise ArgumentError(
-                name,
-                f"{heads} heads of {width}, {dtype} on {device}, as this cache's layer {self.index} was made "
-                "for",
-                f"{got[0]} heads of {got[1]}, {got[2]} on {got[3]}",
-                "a cache keeps the layout of the model that used it first: make a new PagedCache of the "
-                "model's config",
-            )
+            words = ("{} heads of {}, {} on {}".format(*each) for each in (takes, got))
+            raise other_layout(name, self.index, *words)

@@ -80,6 +80,17 @@ def too_many_rows(expected: str, max_rows: int) -> ArgumentError:
     return ArgumentError("max_batch_size", expected, str(max_rows), "build a larger PagedCache")
 
 
+def other_layout(name: str, layer: int, takes: str, got: str) -> ArgumentError:
+    """The error of states that the pools of ``layer`` were not made for."""
+    return ArgumentError(
+        name,
+        f"{takes}, as this cache's layer {layer} was made for",
+        got,
+        "a cache keeps the layout of the model that used it first: make a new PagedCache of the model's "
+        "config",
+    )
+
+
 def assert_fits(fits: Tensor) -> None:
     """Where ``fits`` (a bool on the device) is False, fail in a step that is compiled by hand: such a step
     has no host hook at all. On a GPU the assertion fires there; torch has no public asynchronous one, and

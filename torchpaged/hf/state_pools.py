@@ -10,9 +10,10 @@ from torch import Tensor
 from torchpaged.cache import LayerStates, StateLayerSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.row_table import other_layout
 from torchpaged.hf.state_layer import StateLayer, TakesBack
 from torchpaged.metadata import AttentionMetadata
 
@@ -80,14 +81,8 @@ class StatePools(TakesBack, StateLayer):
         pool = self.pools.conv_state
         takes, got = (pool.shape[2], pool.dtype, pool.device), (channels, x.dtype, x.device)
         if got != takes:
-            raise ArgumentError(
-                "x",
-                f"{takes[0]} channels, {takes[1]} on {takes[2]}, as this cache's layer {self.index} was made "
-                "for",
-                f"{got[0]} channels, {got[1]} on {got[2]}",
-                "a cache keeps the layout of the model that used it first: make a new PagedCache of the "
-                "model's config",
-            )
+            words = ("{} channels, {} on {}".format(*each) for each in (takes, got))
+            raise other_layout("x", self.index, *words)
 
     @torch.compiler.disable(reason=_SET_UP)
     def _make_matrices(self, sizes: tuple[int, int, int], x: Tensor) -> None:

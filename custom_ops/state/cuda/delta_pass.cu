@@ -1,12 +1,14 @@
-// From chunk to chunk of a gated delta net's long rows, on Hopper: what `pass_kernel` of
-// custom_ops/state/triton/chunk_pass.py does.
+// From chunk to chunk of a gated delta net's long rows, or BY_KEY of Kimi delta attention's, on Hopper: what
+// `pass_kernel` of custom_ops/state/triton/chunk_pass.py does.
 //
 // A CTA has a row, or a segment of one, a head, and 64 columns of values for each warpgroup, whose state
 // stays in registers on its side: values are rows, keys columns. So the state, and what is made of values,
 // are left operands of products that the registers hold already, and rows of queries, keys, scores and solved
 // are read from shared memory as they come. With S' the state on its side, of a chunk:
 //   x = v' - seen S' k',  u = x solved',  out' = since S' q' + u scores',  S' = decay S' + (left u) k
-// The chain of a chunk is the first, second and last product; those of `out` run beside it.
+// The chain of a chunk is the first, second and last product; those of `out` run beside it. BY_KEY the first
+// has rows of its own for k, columns of S' have decays each, and all rows and squares come as `Chunks` has
+// them, of which a record has the squares alone otherwise.
 //
 // Copies are STAGES deep. Nothing here waits for ever: the producer fills stages in the order in which every
 // consumer warp uses them, and waits for their releases alone; a warpgroup waits for its own threads.
@@ -19,19 +21,21 @@ __device__ __forceinline__ void as_left(u32 (&a)[4], const float *x) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) a[n] = pack<false>(x[n * 2], x[n * 2 + 1]);
 }
-// d (+)= a @ b.T for a square of a record. ADD: 0 starts from zeros.
+// d (+)= a @ b.T for scores or solved. ADD: 0 starts from zeros.
 template <int ADD>
-__device__ __forceinline__ void multiply_record(float (&d)[CHUNK / 2], const u32 (&a)[CHUNK / 16][4], u32 b) {
+__device__ __forceinline__ void multiply_square(float (&d)[CHUNK / 2], const u32 (&a)[CHUNK / 16][4], u32 b) {
 #pragma unroll
   for (int n = 0; n < CHUNK / 16; ++n) {
-    if (n == 0) multiply<ADD>(d, a[n], blocks(b));
-    else multiply<1>(d, a[n], blocks(b + n * COLUMN_BYTES));
+    const u64 columns = BY_KEY ? operand(b + n * 32) : blocks(b + n * COLUMN_BYTES);
+    if (n == 0) multiply<ADD>(d, a[n], columns);
+    else multiply<1>(d, a[n], columns);
   }
 }
 // Times a factor of each column.
-__device__ __forceinline__ void scale(float (&x)[CHUNK / 2], const float *factors, int key) {
+template <int COUNT>
+__device__ __forceinline__ void scale(float (&x)[COUNT], const float *factors, int key) {
 #pragma unroll
-  for (int n = 0; n < CHUNK / 8; ++n) {
+  for (int n = 0; n < COUNT / 4; ++n) {
     const float2 f = *(const float2 *)(factors + n * 8 + key);
     x[n * 4] *= f.x, x[n * 4 + 1] *= f.y, x[n * 4 + 2] *= f.x, x[n * 4 + 3] *= f.y;
   }
@@ -55,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
     }
     fence_mbarrier_init();
   }
-  for (int n = threadIdx.x * 16; n < SQUARES_AT_ONCE * SQUARE_BYTES; n += THREADS * 16)
+  for (int n = threadIdx.x * 16; !BY_KEY && n < SQUARES_AT_ONCE * SQUARE_BYTES; n += THREADS * 16)
     for (int stage = 0; stage < STAGES; ++stage)  // above diagonals nothing comes
       *(uint4 *)(memory + stage * STAGE_BYTES + SOLVED_AT + n) = {};
   fence_async();
@@ -63,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
   const int of_cta = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (of_cta >= GROUPS * 4) {
     if constexpr (GROUPS == 2) give_registers<40>();
-    if (of_cta == GROUPS * 4) produce(p, part, shared, head, tile * COLUMNS, lane);
+    if (of_cta == GROUPS * 4) produce(p, part, memory, head, tile * COLUMNS, lane);
     return;
   }
   if constexpr (GROUPS == 2) take_registers<232>();
@@ -127,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
 #pragma unroll
     for (int n = 0; n < KEY_DIM / 16; ++n) as_left(held[n], state + n * 8);
   };
-  // Of the chunk's keys or queries, which begin at `part` of the stage.
+  // Of the chunk's queries, or of what its keys know, which begin at `part` of the stage.
   const auto times_state = [&](float (&to)[CHUNK / 2], int part) {
     const u32 at = shared + stage.rows() + part;
     wgmma_fence();
@@ -141,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
   };
   const auto solve = [&] {  // u of what the keys know, x
     const u32 at = shared + stage.rows();
-    const char *const factors = memory + stage.rows() + FACTORS_AT;
+    const char *const factors = memory + stage.rows();
 #pragma unroll
     for (int n = 0; n < CHUNK / 16; ++n) {  // of 16 tokens
       u32 values[4] = {};
@@ -151,39 +155,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
 #pragma unroll
       for (int e = 0; e < 8; e += 2) {
         const int i = n * 8 + e;
-        const float2 seen = *(const float2 *)(factors + SEEN + (i / 4 * 8 + key) * 4);
+        const float2 seen = *(const float2 *)(factors + SEEN_AT + (i / 4 * 8 + key) * 4);
         x[i] = to_float<false>((u16)values[e / 2]) - seen.x * x[i];
         x[i + 1] = to_float<false>((u16)(values[e / 2] >> 16)) - seen.y * x[i + 1];
       }
       as_left(left[n], x + n * 8);
     }
     wgmma_fence();
-    multiply_record<0>(u, left, at + SOLVED_AT);
+    multiply_square<0>(u, left, at + SOLVED_AT);
     wgmma_commit();
     wgmma_wait<0>();
   };
   const auto update = [&] {  // products of the chunk with u
     const u32 at = shared + stage.rows();
-    const char *const factors = memory + stage.rows() + FACTORS_AT;
+    const char *const factors = memory + stage.rows();
     u32 updates[CHUNK / 16][4];
     if constexpr (!ENDS) {
 #pragma unroll
       for (int n = 0; n < CHUNK / 16; ++n) as_left(updates[n], u + n * 8);
-      scale(y, (const float *)(factors + SINCE), key);
+      scale(y, (const float *)(factors + SINCE_AT), key);
     }
-    scale(u, (const float *)(factors + LEFT), key);
+    scale(u, (const float *)(factors + LEFT_AT), key);
 #pragma unroll
     for (int n = 0; n < CHUNK / 16; ++n) as_left(left[n], u + n * 8);
-    const float decay = *(const float *)(factors + DECAY);
+    const float *const decay = (const float *)(factors + DECAY_AT);
+    if constexpr (BY_KEY) {
+      scale(state, decay, key);
+    } else {
 #pragma unroll
-    for (int n = 0; n < KEY_DIM / 2; ++n) state[n] *= decay;
+      for (int n = 0; n < KEY_DIM / 2; ++n) state[n] *= *decay;
+    }
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < CHUNK / 16; ++n)
       multiply_lines(state, left[n], operand(at + K_AT + n * 2048, 1024, SQUARE_BYTES));
     wgmma_commit();
     if constexpr (!ENDS) {
-      multiply_record<1>(y, updates, at + SCORES_AT);
+      multiply_square<1>(y, updates, at + SCORES_AT);
       wgmma_commit();
     }
   };
@@ -193,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
     hold();
     // arrive: the producer's lanes, and what they have copied; so below
     mbarrier_wait(shared + stage.full(), stage.phase);
-    times_state(x, K_AT);
+    times_state(x, KNOWN_AT);
     if constexpr (!ENDS) times_state(y, Q_AT);
     wgmma_wait<ENDS ? 0 : 1>();
     solve();
@@ -205,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
       if constexpr (ENDS) release(done);
       stage.advance();
       mbarrier_wait(shared + stage.full(), stage.phase);
-      times_state(x, K_AT);
+      times_state(x, KNOWN_AT);
       if constexpr (!ENDS) {
         wgmma_wait<1>();  // results
         release(done);

@@ -1,9 +1,12 @@
-"""Launches of ``delta_pass.cu``, which goes from chunk to chunk of a gated delta net's long rows, in place of
-Triton's kernel; which calls it takes, by shapes, dtypes, strides and addresses."""
+"""Launches of ``delta_pass.cu``, which goes from chunk to chunk of long rows of gated delta nets and of Kimi
+delta attention, in place of Triton's kernel; which calls it takes, by shapes, dtypes, strides and
+addresses."""
+
+from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +20,15 @@ from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.cuda.delta_chunks import KEY_DIM
 
+if TYPE_CHECKING:
+    from torchpaged.custom_ops.state.triton.records import Chunks
+
 VALUE_DIMS = (64, 128)
 #: Tokens of the longest row from which on few heads are cut into segments, as measured on an H200
 #: (docs/log/state_hopper.md).
 CUT = 3072
+#: Segments of keys that decay one by one that must fit side by side (docs/log/state_keys.md).
+SEGMENTS = 4
 
 
 class PassSpec(NamedTuple):
@@ -34,12 +42,14 @@ class PassSpec(NamedTuple):
     state_float: Annotated[bool, "states are float32, else bfloat16"]
     joined: Annotated[bool, "rows are cut into segments"] = False
     ends: Annotated[bool, "what segments make of zeros and of the identity, without results"] = False
+    by_key: Annotated[bool, "columns of keys decay one by one"] = False
 
     @property
     def shared_bytes(self) -> int:
-        """Three stages of rows, a record's squares, its factors and barriers; results, twice."""
+        """Stages of rows, squares of tokens, factors and barriers; results, twice."""
         squares, results = (3 + self.groups, 0) if self.ends else (6 + self.groups, 2 * self.groups)
-        return 3 * (squares * 8192 + 1024) + results * 8192
+        stages, factors = (2, 2 * 8192 + 2048) if self.by_key else (3, 1024)
+        return stages * (squares * 8192 + factors) + results * 8192
 
     @property
     def tiles(self) -> int:
@@ -61,11 +71,11 @@ DELTA_PASS = Table.of_fields(
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:
-    """Why the kernels for Hopper can't take the long rows of a call, or None."""
+    """Why the kernel for Hopper can't take the long rows of a call, or None."""
     if reason := not_hopper(capability):
         return reason
-    if not call.delta_rule or not call.normalize or call.g.dim() != 2:
-        return "no delta rule, keys that are not normalised, or decays by key"
+    if not call.delta_rule or not call.normalize:
+        return "no delta rule, or keys that are not normalised"
     if call.q.shape[2] != KEY_DIM or call.v.shape[2] not in VALUE_DIMS:
         return f"states of {call.q.shape[2]} x {call.v.shape[2]}"
     if any(x.dtype != torch.bfloat16 for x in (call.v, call.out)):
@@ -77,15 +87,26 @@ def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | Non
 
 def launch(
     call: LinearAttentionCall,
-    records: Tensor,
+    made: Tensor | Chunks,
     short: int,
     joined: Tensor | None = None,
     segment: int | None = None,
     ends: bool = False,
 ) -> None:
     """Launch for a call that `why_not` lets pass, whose keys, queries and values are read 16 bytes at a time.
-    The last arguments are those of Triton's kernel."""
+    ``made``: by `delta_chunks.launch`, or, of keys that decay one by one, by `key_chunks.launch`; the last
+    arguments are those of Triton's kernel."""
     q, k, v, state, out = call.q, call.k, call.v, call.state, call.out
+    by_key = not isinstance(made, Tensor)
+    rows, given = {"v": v, "out": out}, {}
+    if isinstance(made, Tensor):
+        given["records"] = made.data_ptr()
+    else:
+        q, k, rows["known"] = (x.transpose(0, 1) for x in (made.queries, made.keys, made.known))
+        rows |= {"scores": made.scores.transpose(0, 1), "solved": made.solved.transpose(0, 1)}
+        given |= {name: getattr(made, name).data_ptr() for name in ("since", "left", "decay")}
+        given |= {name: rows[name].data_ptr() for name in ("known", "scores", "solved")}
+    rows |= {"q": q, "k": k}
     num_tokens, num_heads, value_dim = v.shape
     num_reqs = call.state_slots.shape[0]
     places = num_reqs if joined is None else joined.shape[0]
@@ -101,14 +122,14 @@ def launch(
         state_float=state.dtype == torch.float32,
         joined=joined is not None,
         ends=ends,
+        by_key=by_key,
     )
     if value_dim == 128 and not ends:  # other numbers of rows take the other form: both are compiled at once
         specialised.kernel("delta_pass.cu", "delta_pass", spec._replace(groups=3 - spec.groups), index)
-    rows = {"q": q, "k": k, "v": v, "out": out}
     params = struct_of("delta_pass.cu")(
         **{f"of_{name}": _map(x.data_ptr(), tuple(x.shape), x.stride()[:2]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))},
-        records=records.data_ptr(),
+        **given,
         joined=address(joined),
         slots=call.state_slots.data_ptr(),
         lens=call.seq_lens.data_ptr(),

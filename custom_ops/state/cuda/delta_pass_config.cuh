@@ -11,4 +11,5 @@ inline constexpr bool STATE_FLOAT = true;      // states are float32, else bfloa
 inline constexpr bool JOINED = false;          // rows are cut into segments
 // what segments make of zeros and of the identity, without results
 inline constexpr bool ENDS = false;
+inline constexpr bool BY_KEY = false;          // columns of keys decay one by one
 inline constexpr int SHARED_BYTES = 232448;    // of dynamic shared memory

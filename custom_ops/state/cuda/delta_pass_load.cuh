@@ -58,9 +58,38 @@ __device__ __forceinline__ void copy_rows(u32 to, const char *from, i64 row_byte
   }
 }
 
+// BY_KEY: norms of queries and keys, and what else rows have in `Chunks`; copies a lane has waited for, or
+// those that report to `full`.
+__device__ __forceinline__ void bring_by_key(const Params &p, const Part &part, char *memory, int stage,
+                                             int head, int base, int lane) {
+  const u32 to = shared_address(memory) + stage, full = to + FULL_AT;
+  const int token = part.begin + base;
+  const i64 place = (i64)head * p.num_tokens + token;
+  if (part.whole(base)) {
+    if (lane == 0) tma_load_3d(to + SOLVED_AT, &p.of_solved, 0, head, token, full);
+    if (!ENDS && lane == 0) tma_load_3d(to + SCORES_AT, &p.of_scores, 0, head, token, full);
+#pragma unroll
+    for (int n = 0; lane == 0 && n < 2; ++n)
+      tma_load_3d(to + KNOWN_AT + n * SQUARE_BYTES, &p.of_known, n * 64, head, token, full);
+  } else {
+    constexpr int SQUARE_ROW = CHUNK * 2, ROW = KEY_DIM * 2;
+    copy_rows<8>(to + SOLVED_AT, p.solved + place * SQUARE_ROW, SQUARE_ROW, part, base, lane);
+    if constexpr (!ENDS)
+      copy_rows<8>(to + SCORES_AT, p.scores + place * SQUARE_ROW, SQUARE_ROW, part, base, lane);
+    copy_rows<16>(to + KNOWN_AT, p.known + place * ROW, ROW, part, base, lane);
+  }
+#pragma unroll
+  for (int i = lane; i < CHUNK; i += 32) {
+    const bool live = part.live(base + i);
+    ((float *)(memory + stage + LEFT_AT))[i] = live ? p.left[place + i] : 0.f;
+    if constexpr (!ENDS) ((float *)(memory + stage + SINCE_AT))[i] = live ? p.since[place + i] : 0.f;
+  }
+}
+
 // `column`: of values, the CTA's first one.
-__device__ __forceinline__ void produce(const Params &p, const Part &part, u32 shared, int head, int column,
+__device__ __forceinline__ void produce(const Params &p, const Part &part, char *memory, int head, int column,
                                         int lane) {
+  const u32 shared = shared_address(memory);
   const bool of_values = column < VALUE_DIM;
   const int key_head = head / GROUP;
   const char *const k = p.k + (part.begin * p.k_token + key_head * p.k_head) * 2;
@@ -73,10 +102,13 @@ __device__ __forceinline__ void produce(const Params &p, const Part &part, u32 s
     // arrive: all consumer warps, when their products have read the stage
     mbarrier_wait(shared + stage.empty(), stage.phase ^ 1);
     const bool whole = part.whole(base);
-    const int rows = whole ? SOLVED_AT - (of_values ? 0 : GROUPS * SQUARE_BYTES) : 0;
-    if (lane == 0) mbarrier_arrive_expect_tx(full, RECORD_PART + rows);
-    const char *record = p.records + ((part.chunk + base / CHUNK) * (i64)NUM_HEADS + head) * RECORD_BYTES;
-    if (lane < SQUARES_AT_ONCE * STRIPS) {
+    const int rows = whole ? (BY_KEY ? BEHIND : SOLVED_AT) - (of_values ? 0 : GROUPS * SQUARE_BYTES) : 0;
+    if (lane == 0) mbarrier_arrive_expect_tx(full, (BY_KEY ? KEY_DIM * 4 : RECORD_PART) + rows);
+    const i64 number = (part.chunk + base / CHUNK) * (i64)NUM_HEADS + head;
+    const char *record = p.records + number * RECORD_BYTES;
+    if (BY_KEY) {
+      if (lane == 0) bulk_load(to + DECAY_AT, p.decay + number * KEY_DIM, KEY_DIM * 4, full, policy);
+    } else if (lane < SQUARES_AT_ONCE * STRIPS) {
       const int n = lane % STRIPS, of_square = square_at(n, n);
       const u32 at = to + SOLVED_AT + lane / STRIPS * SQUARE_BYTES + n * (COLUMN_BYTES + SQUARE);
       bulk_load(at, record + lane / STRIPS * SCORES + of_square, (STRIPS - n) * SQUARE, full, policy);
@@ -100,6 +132,9 @@ __device__ __forceinline__ void produce(const Params &p, const Part &part, u32 s
         copy_rows<GROUPS * 8>(to + V_AT, v + base * p.v_token * 2, p.v_token * 2, part, base, lane);
       if constexpr (!ENDS)
         copy_rows<16>(to + Q_AT, q + base * p.q_token * 2, p.q_token * 2, part, base, lane);
+    }
+    if constexpr (BY_KEY) bring_by_key(p, part, memory, stage.rows(), head, base, lane);
+    if (!whole) {
       cp_async_commit();
       cp_async_wait<0>();
       fence_async();  // products read what copies of this thread wrote

@@ -1,6 +1,6 @@
 """linear_attention of the ``cuda`` backend: single tokens by the Hopper kernel; all others, and everything
 that it can't take, by the Triton kernels. Over long rows kernels for Hopper stand in the place of two of them
-for gated delta nets, of one for Kimi delta attention."""
+for gated delta nets and Kimi delta attention."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ def kernels_of(call: LinearAttentionCall) -> Kernels | None:
     from torchpaged.custom_ops.state.triton.chunks import Kernels
 
     capability = gpu.capability(call.v.device.index or 0)
-    if delta_pass.why_not(call, capability) is None:
-        return Kernels(delta_chunks.launch, delta_pass.launch, delta_pass.CUT)
-    return Kernels(_relate_by_key) if key_chunks.why_not(call, capability) is None else None
+    passes = delta_pass.why_not(call, capability) is None
+    if call.g.dim() == 2:
+        return Kernels(delta_chunks.launch, delta_pass.launch, delta_pass.CUT) if passes else None
+    if key_chunks.why_not(call, capability) is not None:
+        return None
+    if not passes:
+        return Kernels(_relate_by_key)
+    return Kernels(_relate_by_key, delta_pass.launch, segments=delta_pass.SEGMENTS)
 
 
 def _relate_by_key(call: LinearAttentionCall, short: int) -> Chunks:

@@ -40,11 +40,13 @@ class Kernels(NamedTuple):
         pass_chunks: the second's, over that. Further arguments: what segments are joined by, their tokens,
             whether it is the first pass. None: Triton's, over `Chunks`.
         cut: tokens of the longest row from which on it is cut into segments.
+        segments: how many of these must fit side by side; None: as of Triton's.
     """
 
     relate_tokens: Callable[[LinearAttentionCall, int], Any]
-    pass_chunks: Callable[[LinearAttentionCall, Tensor, int, Tensor | None, int, bool], None] | None = None
+    pass_chunks: Callable[[LinearAttentionCall, Any, int, Tensor | None, int, bool], None] | None = None
     cut: int = CUT
+    segments: int | None = None
 
 
 class Tiles(NamedTuple):
@@ -60,7 +62,7 @@ class Tiles(NamedTuple):
     segment: int | None = None
 
 
-def tiles(call: LinearAttentionCall, cut: int = CUT) -> Tiles:
+def tiles(call: LinearAttentionCall, cut: int = CUT, segments: int | None = None) -> Tiles:
     """By shapes alone; as measured on an H200 (docs/log/state_prompts.md). Few heads go in narrower tiles, up
     to a program per multiprocessor, and rows of ``cut`` tokens of still fewer in segments; a third stage
     takes the place of programs, which short rows want more."""
@@ -70,7 +72,8 @@ def tiles(call: LinearAttentionCall, cut: int = CUT) -> Tiles:
     num_reqs, by_key = call.state_slots.shape[0], call.g.dim() == 3
     columns, sms = num_heads * value_dim // 64, launching.num_sms(call.v.device)
     longest = min(call.max_query_len, num_tokens)
-    fits = SEGMENTS[by_key] * columns * num_tokens <= sms * longest and num_reqs <= MOST_ROWS
+    beside = SEGMENTS[by_key] if segments is None else segments
+    fits = beside * columns * num_tokens <= sms * longest and num_reqs <= MOST_ROWS
     if call.delta_rule and longest >= cut and fits:
         segment = max(triton.cdiv(num_tokens, sms // columns), LEAST)
         return Tiles(64, 64, 2 if by_key else 3, "tf32", triton.cdiv(segment, 64) * 64)
@@ -219,7 +222,7 @@ class _Launches:
 def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels | None) -> None:
     """Rows of more than ``SHORT`` tokens, and zeros behind the last row. ``kernels``: in place of Triton's
     two."""
-    tile = tiles(call) if kernels is None else tiles(call, kernels.cut)
+    tile = tiles(call) if kernels is None else tiles(call, kernels.cut, kernels.segments)
     call = call._replace(q=even(call.q), k=even(call.k), v=even(call.v))
     launches = _Launches(call, tile)
     run_pass: Callable[[Tensor | None, int, bool], None]

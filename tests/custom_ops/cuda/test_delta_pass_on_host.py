@@ -1,5 +1,5 @@
-"""The CUDA C++ kernels of a gated delta net's long rows on the host, one behind the other: their own sources,
-launched by their own launchers, against the float64 recurrence."""
+"""The CUDA C++ kernels of long rows of gated delta nets and Kimi delta attention on the host, one behind the
+other: their own sources, launched by their own launchers, against the float64 recurrence."""
 
 import itertools
 from pathlib import Path
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.state.call import LinearAttentionCall
-from torchpaged.custom_ops.state.cuda import delta_chunks, delta_pass
+from torchpaged.custom_ops.state.cuda import delta_chunks, delta_pass, key_chunks
 from torchpaged.custom_ops.state.cuda.delta_pass import PassSpec
+from torchpaged.custom_ops.state.triton.chunks import workspace
+from torchpaged.custom_ops.state.triton.records import Chunks
 
 BF16 = torch.bfloat16
 SHORT = 16
@@ -23,6 +25,8 @@ BATCHES = LONG_BATCHES | {"stages_again": Rows(((5, 300),))}  # five chunks; the
 SHAPES: dict[str, dict[str, Any]] = {
     "two heads a key head": {"key_heads": 1, "heads": 2, "value_dim": 128},
     "one": {"key_heads": 2, "heads": 2, "value_dim": 64, "state_dtype": BF16},
+    "by key": {"key_heads": 1, "heads": 2, "value_dim": 128, "by_key": True},
+    "by key, narrow": {"key_heads": 2, "heads": 2, "value_dim": 64, "by_key": True, "state_dtype": BF16},
 }
 
 
@@ -31,6 +35,18 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
     launched_on_host(monkeypatch, folder)
     monkeypatch.setattr(delta_pass, "_map", delta_pass._map.__wrapped__)
     monkeypatch.setattr(delta_pass, "tensor_map", lambda at, _, *sizes, swizzle: host_map(at, *sizes))
+
+
+def first_kernel(call: LinearAttentionCall) -> Tensor | Chunks:
+    """What it leaves, NaN where it writes nothing."""
+    if call.g.dim() == 2:
+        return delta_chunks.launch(call, SHORT)
+    chunks = workspace(call, delta_chunks.CHUNK)
+    for x in chunks:
+        if x is not None:
+            x.fill_(float("nan"))
+    key_chunks.launch(call, chunks, SHORT)
+    return chunks
 
 
 def join(call: LinearAttentionCall, joined: Tensor, segment: int) -> None:
@@ -68,7 +84,7 @@ def check_long_rows(call: LinearAttentionCall, given: dict[str, Any]) -> None:
 
 
 @needs_gxx
-@pytest.mark.slow_cases(but=("two heads a key head-None",))
+@pytest.mark.slow_cases(but=("two heads a key head-None", "by key-None"))
 @pytest.mark.parametrize("segment", [None, 64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_oracle(
@@ -82,7 +98,7 @@ def test_matches_the_oracle(
         monkeypatch.setattr(gpu, "num_sms", lambda _, n=1000 * (name == "void_row"): n)
         call = LinearAttentionCall(**clone(given))
         assert delta_pass.why_not(call, (9, 0)) is None
-        made = delta_chunks.launch(call, SHORT)
+        made = first_kernel(call)
         if segment is None:
             delta_pass.launch(call, made, SHORT)
         else:
@@ -124,7 +140,6 @@ def test_which_calls_are_taken() -> None:
         call._replace(normalize=False),
         call._replace(delta_rule=False),
         call._replace(v=call.v.float()),
-        call._replace(g=call.g[..., None].expand(*call.g.shape, 128)),
         call._replace(q=call.q[..., :64]),
         call._replace(v=call.v[..., :48]),
         call._replace(out=call.out.float()),
@@ -138,6 +153,8 @@ SPECS = {
     "Qwen3-Next": PassSpec(128, 16, 2, 2, SHORT, True),
     "a warpgroup": PassSpec(128, 16, 2, 1, SHORT, False),
     "ends": PassSpec(128, 8, 4, 2, SHORT, True, True, True),
+    "Kimi Linear": PassSpec(128, 32, 1, 2, SHORT, True, by_key=True),
+    "Kimi Linear, ends": PassSpec(128, 32, 1, 2, SHORT, True, True, True, by_key=True),
 }
 
 

@@ -18,6 +18,8 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 READS_EARLY = (
     "paged_attention",
     "cascade_attention",
+    "write_kv",
+    "rope_write_kv",
     "mla_attention",
     "rope_write_latent",
     "causal_conv",

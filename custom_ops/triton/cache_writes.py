@@ -2,7 +2,8 @@
 ``paged_attention`` behind them.
 
 It reads the context's keys and values early (docs/stream_order.md). So a kernel that writes such keys holds
-it back and makes them visible before it ends; one that writes the query tokens' own does not.
+it back and makes them visible before it ends; one that writes the query tokens' own does not, and reads where
+they go before it waits.
 """
 
 import triton
@@ -13,11 +14,26 @@ from torchpaged.custom_ops.triton.interpreter import INTERPRET
 
 @triton.jit
 def begin_write(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
-    """PDL: the kernel is launched with programmatic dependent launch."""
+    """PDL: the kernel is launched with programmatic dependent launch. Query tokens' writes wait by
+    `wait_for_tokens`."""
     if PDL:
         if ARE_QUERY_TOKENS:
             tl.extra.cuda.gdc_launch_dependents()
+        else:
+            tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_for_tokens(ARE_QUERY_TOKENS: tl.constexpr, PDL: tl.constexpr):
+    """Ahead of every load but those of slots, positions and constants of a step. Every program comes here."""
+    if PDL and ARE_QUERY_TOKENS:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def load_early(ptr):
+    """A slot or position, from L2: a first-level cache may hold an older step's."""
+    return tl.load(ptr, cache_modifier=".cg")
 
 
 @triton.jit

@@ -70,6 +70,7 @@ QUERY_TOKENS = "query tokens' KV"
 ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "counters")
 INPUTS = ("input_ids", "positions", "seq_lens", "slot_mapping")
 STATE = ("seq_lens", "remaining", "block_table", "stop_token_ids", "launches")
+TURNED = ("positions", "slot_mapping", "cos_sin", "q_norm", "k_norm")
 CONV = ("conv_state", "out")
 OUT, SCRATCH, ALL = ("out", "lse"), ("scratch",), ("everything",)
 RESULTS = ("counters", "remaining", "seen", "tokens_out", "ring", "launches")
@@ -83,6 +84,7 @@ GROUPS = {
     "inputs": INPUTS,
     "results": RESULTS,
     "state": STATE,
+    "rotation": TURNED,
 }
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
@@ -182,6 +184,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "write_kv.py:write_kv_kernel",
             (QUERY_TOKENS,),
             "start",
+            ("slot_mapping",),
             case="are_query_tokens=True",
             why="attention reads the query tokens' own keys behind its wait",
         ),
@@ -197,6 +200,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "rope_write_kv.py:rope_write_kv_kernel",
             ("q_out", QUERY_TOKENS),
             "start",
+            TURNED,
             case="are_query_tokens=True",
             why="as write_kv",
         ),
@@ -296,8 +300,8 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("chunk_pass.py:pass_kernel", ("state", "out"), waits="launch", case="long rows"),
         Launch("chunk_pass.py:join_kernel", SCRATCH, waits="launch", case="segments of long rows"),
         Launch("delta_chunks.cu:delta_chunks", ("out",), "start", case="cuda, long rows of delta nets"),
-        Launch("delta_pass.cu:delta_pass", ("state", "out"), "start", case="cuda, the same"),
         Launch("key_chunks.cu:key_chunks", ("out",), "start", case="cuda, long rows of Kimi's"),
+        Launch("delta_pass.cu:delta_pass", ("state", "out"), "start", case="cuda, behind either of these"),
         Launch("linear_attention.py:recurrent_kernel", ("state", "out"), "wait"),
         Launch(
             "state_decode.cu:update_states", ("state", "out"), "start", case="cuda, single tokens on Hopper"

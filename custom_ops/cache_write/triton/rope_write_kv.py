@@ -16,7 +16,13 @@ import triton.language as tl
 from torchpaged.custom_ops.cache_write.call import RotatedWriteCall
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv
 from torchpaged.custom_ops.checks import check_dtype
-from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
+from torchpaged.custom_ops.triton.cache_writes import (
+    begin_write,
+    end_write,
+    load_early,
+    to_fp8,
+    wait_for_tokens,
+)
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
     early_launch,
@@ -68,12 +74,36 @@ def store_heads(ptr, x, mask, scale, HAS_SCALE: tl.constexpr, LIMIT: tl.constexp
 
 
 @triton.jit
+def load_turn(cos_sin_ptr, norm, SIZES: tl.constexpr):
+    """Cosines and sines ``[1, HALF_PAD]`` of a token, and a norm's weights of both halves of the rotated part
+    and of the rest, ones without a norm: in float32, ahead of what they are for."""
+    HALF: tl.constexpr = SIZES.rotary // 2
+    d = tl.arange(0, SIZES.half_pad)[None, :]
+    rest = SIZES.rotary + tl.arange(0, SIZES.pass_pad)[None, :]
+    cos = tl.load(cos_sin_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+    w1, w2 = tl.full((1, SIZES.half_pad), 1.0, tl.float32), tl.full((1, SIZES.half_pad), 1.0, tl.float32)
+    w3 = tl.full((1, SIZES.pass_pad), 1.0, tl.float32)
+    if norm.weight is not None:
+        if SIZES.interleaved:
+            pair = tl.arange(0, 2 * SIZES.half_pad)[None, :]
+            w = tl.load(norm.weight + pair, mask=pair < SIZES.rotary, other=0.0).to(tl.float32)
+            w1, w2 = tl.split(tl.reshape(w, (1, SIZES.half_pad, 2)))
+        else:
+            w1 = tl.load(norm.weight + d, mask=d < HALF, other=0.0).to(tl.float32)
+            w2 = tl.load(norm.weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+        if SIZES.rotary < SIZES.dim:
+            w3 = tl.load(norm.weight + rest, mask=rest < SIZES.dim, other=0.0).to(tl.float32)
+    return cos, sin, w1, w2, w3
+
+
+@triton.jit
 def rope_heads(
     source_ptr,
     source_head,
     target_ptr,
     target_head,
-    cos_sin_ptr,
+    turn,
     norm,
     scale_ptr,
     scale_head,
@@ -82,8 +112,8 @@ def rope_heads(
     SIZES: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Norm, rotate and store ``head [HEADS, 1]`` of one token; the pointers stand at the token's
-    first head."""
+    """Norm, rotate and store ``head [HEADS, 1]`` of one token by its ``turn``, of `load_turn`; the pointers
+    stand at the token's first head."""
     HEADS: tl.constexpr = SIZES.heads
     DIM: tl.constexpr = SIZES.dim
     ROTARY: tl.constexpr = SIZES.rotary
@@ -102,17 +132,7 @@ def rope_heads(
         x2 = tl.load(source + HALF + d, mask=here & (d < HALF), other=0.0).to(tl.float32)
     if ROTARY < DIM:
         x3 = tl.load(source + rest, mask=here & (rest < DIM), other=0.0).to(tl.float32)
-    if norm.weight is not None:  # loaded ahead of the sum below, which waits for x
-        if SIZES.interleaved:
-            w = tl.load(norm.weight + pair, mask=pair < ROTARY, other=0.0).to(tl.float32)
-            w1, w2 = tl.split(tl.reshape(w, (1, HALF_PAD, 2)))
-        else:
-            w1 = tl.load(norm.weight + d, mask=d < HALF, other=0.0).to(tl.float32)
-            w2 = tl.load(norm.weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
-        if ROTARY < DIM:
-            w3 = tl.load(norm.weight + rest, mask=rest < DIM, other=0.0).to(tl.float32)
-    cos = tl.load(cos_sin_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(cos_sin_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+    cos, sin, w1, w2, w3 = turn
     if norm.weight is not None:
         squares = tl.sum(x1 * x1 + x2 * x2, axis=1, keep_dims=True)
         if ROTARY < DIM:
@@ -160,14 +180,16 @@ def rope_write_kv_kernel(
     begin_write(ARE_QUERY_TOKENS, PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    cos_sin_ptr += tl.load(positions_ptr + token) * cos_row
+    cos_sin_ptr += load_early(positions_ptr + token) * cos_row
     if group < Q_GROUPS:
+        turn = load_turn(cos_sin_ptr, q_norm, SIZES)
+        wait_for_tokens(ARE_QUERY_TOKENS, PDL)
         rope_heads(
             source_ptr=q.ptr + token * q.token,
             source_head=q.head,
             target_ptr=q_out.ptr + token * q_out.token,
             target_head=q_out.head,
-            cos_sin_ptr=cos_sin_ptr,
+            turn=turn,
             norm=q_norm,
             scale_ptr=None,
             scale_head=0,
@@ -177,7 +199,9 @@ def rope_write_kv_kernel(
             LIMIT=0.0,
         )
     else:
-        slot = tl.load(slot_ptr + token)
+        slot = load_early(slot_ptr + token)
+        turn = load_turn(cos_sin_ptr, k_norm, SIZES)
+        wait_for_tokens(ARE_QUERY_TOKENS, PDL)
         if slot >= 0:
             head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None]
             block, offset = slot // SIZES.block_size, slot % SIZES.block_size
@@ -191,7 +215,7 @@ def rope_write_kv_kernel(
                 source_head=k.head,
                 target_ptr=k_pool.ptr + block * k_pool.block + offset * k_pool.slot,
                 target_head=k_pool.head,
-                cos_sin_ptr=cos_sin_ptr,
+                turn=turn,
                 norm=k_norm,
                 scale_ptr=k_pool.scale,
                 scale_head=k_pool.scale_head,

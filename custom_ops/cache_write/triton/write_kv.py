@@ -5,7 +5,13 @@ import triton.language as tl
 
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
+from torchpaged.custom_ops.triton.cache_writes import (
+    begin_write,
+    end_write,
+    load_early,
+    to_fp8,
+    wait_for_tokens,
+)
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
     early_launch,
@@ -67,7 +73,8 @@ def write_kv_kernel(
     gives it."""
     begin_write(ARE_QUERY_TOKENS, PDL)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
+    slot = load_early(slot_ptr + token)
+    wait_for_tokens(ARE_QUERY_TOKENS, PDL)
     if slot >= 0:
         # int64: a head's stride may be that of a whole sequence
         head = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)

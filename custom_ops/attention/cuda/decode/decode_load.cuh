@@ -22,9 +22,37 @@ __device__ __forceinline__ bool is_context(const Cursor &c, int warp) {
   return key >= c.r.end || min(key + WARP_KEYS, c.r.end) <= c.r.seq_len - c.r.query_len;
 }
 
+// Rows as wide as a step of the warp, of `block` by its id. WHOLE: all of the warp's keys are there.
+template <int PADDED, i64 SLOT_STRIDE, bool WHOLE>
+__device__ __forceinline__ void copy_wide_rows(u32 to, const char *at, int block, int skip, int real,
+                                               u64 policy, int lane) {
+#pragma unroll
+  for (int step = 0; step < IN_BLOCK; ++step, at += SLOT_STRIDE * KV_BYTES) {
+    const int row = block * IN_BLOCK + step;
+    const u32 target = to + row * (PADDED * 16) + (lane ^ swizzle<PADDED>(row)) * 16;
+    if (WHOLE) cp_async_once(target, at, policy);
+    // a masked value may be NaN, and 0 * NaN is NaN
+    else cp_async_or_zero(target, at, row >= skip && row < real);
+  }
+}
+
 template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
 __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot,
                                           int skip, int real, int lane) {
+  // Heads of 256 have twice the steps: what each takes is most of what a warp issues ahead of short
+  // attention, and of the machine code. Narrower ones gained nothing by this (docs/log/decode_registers.md).
+  if constexpr (CHUNKS == 32) {
+    const bool whole = skip <= 0 && real >= WARP_KEYS;
+    const u64 policy = read_once();
+#pragma unroll(IDS <= 8 ? IDS : 4)
+    for (int block = 0; block < IDS; ++block) {
+      const i64 id = __shfl_sync(ALL, ids, batch_tile * IDS + block), slot = IDS == 1 ? first_slot : 0;
+      const char *const at = from + (id * BLOCK_STRIDE + slot * SLOT_STRIDE) * KV_BYTES + lane * 16;
+      if (whole) copy_wide_rows<PADDED, SLOT_STRIDE, true>(to, at, block, skip, real, policy, lane);
+      else copy_wide_rows<PADDED, SLOT_STRIDE, false>(to, at, block, skip, real, policy, lane);
+    }
+    return;
+  }
   constexpr int STEPS = (WARP_KEYS * CHUNKS + 31) / 32;
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {

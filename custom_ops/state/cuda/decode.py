@@ -163,4 +163,5 @@ def shared_bytes(
     row = value_dim * (4 if state_float else 2)
     parts = threads // 32 if row // 16 < 32 else threads // (row // 16)
     factors = turns * key_dim * (4 if by_key else 2) * 4
-    return (0 if held else key_dim * row) + factors + (2 * parts + 1) * value_dim * 4 + 16
+    kept = 12 * parts if held else key_dim * row  # products of key and query, or the state
+    return kept + factors + (2 * parts + 1) * value_dim * 4 + 16

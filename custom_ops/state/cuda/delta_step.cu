@@ -17,10 +17,8 @@
 #define CLUSTERED __cluster_dims__(GROUP * SPLIT, 1, 1)
 
 constexpr int CHANNELS = 2 * KEY_DIM + VALUE_DIM;  // of a CTA: its query, key and values, side by side
-constexpr int MIXED_AT = SUMS_AT;                  // [CHANNELS + KEY_DIM], read before there are sums
-constexpr int SQUARES_AT = SHARED_BYTES;           // [COLUMNS / 32], the last
+constexpr int SQUARES_AT = PRODUCTS_AT + PARTS * (int)sizeof(Products);  // [COLUMNS / 32], the last
 static_assert(CHANNELS / 2 <= THREADS && VALUE_DIM % 32 == 0, "two channels of a thread, whole warps");
-static_assert(CHANNELS + KEY_DIM <= PARTS * 2 * VALUE_DIM, "there is room");
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     delta_step(const __grid_constant__ Params p) {
@@ -68,34 +66,33 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   float gate = 0.f;
   if (thread < VALUE_DIM)
     gate = load_number(p.gate, token * p.gate_token + side * p.gate_group + place * COLUMNS + first + thread);
+  float *const factors = (float *)(memory + FACTORS_AT), *const values = (float *)(memory + UPDATE_AT);
   if (part < CHANNELS) {
-    window.mix(taps, (float *)(memory + MIXED_AT) + part);
+    float *const row = factors + part % KEY_DIM * FACTORS;
+    if (part < 2 * KEY_DIM) window.mix(taps, row + (part < KEY_DIM ? QUERY_FACTOR : KEY_FACTOR), FACTORS);
+    else window.mix(taps, values + part - 2 * KEY_DIM, 1);
     if (SHARERS == 1 || part >= 2 * KEY_DIM) window.move_on(p);
   }
   if constexpr (SHARERS > 1) cluster_arrive();  // the window of the shared channels is read
   float log_decay = -rate * softplus(a + dt_bias);
   if constexpr (BOUNDED) log_decay = p.bound * sigmoid(rate * (a + dt_bias));
-  if (BY_KEY && thread < KEY_DIM) ((float *)(memory + MIXED_AT))[CHANNELS + thread] = log_decay;
+  if (BY_KEY && thread < KEY_DIM) factors[thread * FACTORS + DECAY_FACTOR] = expf(log_decay);
   const float decay = BY_KEY ? 1.f : expf(log_decay);
   const float beta = p.beta_scale * sigmoid(b);
   __syncthreads();  // query, key and values are there
-  const float *made = (const float *)(memory + MIXED_AT);
-  if (thread < 32)
-    prepare(
-        memory, 0, thread, p.scale, p.key_eps,
-        [&](int n, float *k, float *q) {
-          q[0] = made[n], q[1] = made[n + 1];
-          k[0] = made[KEY_DIM + n], k[1] = made[KEY_DIM + n + 1];
-        },
-        [&](int n) { return made[CHANNELS + n]; });
-  float u = thread < VALUE_DIM ? made[2 * KEY_DIM + thread] : 0.f, y = 0.f;
+  float u = thread < VALUE_DIM ? values[thread] : 0.f, y = 0.f;
+  Products products = {0.f, 0.f, 0.f};
+  sum_rows(held, memory, 0, group, chunk, thread, [&](const float *row) {
+    const float key = row[KEY_FACTOR], query = row[QUERY_FACTOR], of_row = BY_KEY ? row[DECAY_FACTOR] : 1.f;
+    products.add(key, query);
+    return float2{of_row * key, of_row * query};
+  });
+  products.put(memory, group, chunk, thread);
   const int rank = blockIdx.x % SHARERS;
   if constexpr (SHARERS > 1) {
     cluster_wait();
     if (rank == SHARERS - 1 && part < 2 * KEY_DIM) window.move_on(p);
   }
-  __syncthreads();  // factors are there, and what was made is read
-  sum_rows(held, memory, 0, group, chunk, thread);
   __syncthreads();
   if (thread < VALUE_DIM) {
     const float *sums = (const float *)(memory + SUMS_AT) + thread;
@@ -105,9 +102,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
       seen += sums[n * 2 * VALUE_DIM];
       y += sums[(n * 2 + 1) * VALUE_DIM];
     }
-    u = beta * (u - decay * seen);
-    ((float *)(memory + UPDATE_AT))[thread] = u;
-    y = rounded(decay * y + *(const float *)(memory + PRODUCT_AT) * u);
+    const Products all = Products::all(memory);
+    const float of_key = rsqrtf(all.keys + p.key_eps), of_query = rsqrtf(all.queries + p.key_eps) * p.scale;
+    u = beta * (u - decay * of_key * seen);
+    values[thread] = of_key * u;
+    y = rounded(of_query * (decay * y + of_key * all.both * u));
     float squares = y * y;
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) squares += __shfl_xor_sync(ALL, squares, mask);

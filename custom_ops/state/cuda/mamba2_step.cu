@@ -17,9 +17,8 @@
 constexpr int CHANNELS = VALUE_DIM + 2 * KEY_DIM;  // of a CTA: values, key and query, side by side
 constexpr int TURNS_OF_PAIRS = (CHANNELS / 2 + THREADS - 1) / THREADS;
 constexpr int NUM_GROUPS = NUM_HEADS / GROUP;
-constexpr int MIXED_AT = SUMS_AT;         // [CHANNELS], read before there are sums
-constexpr int IS_LAST_AT = SHARED_BYTES;  // of the CTAs that share key and query
-static_assert(CHANNELS <= PARTS * 2 * VALUE_DIM, "there is room");
+// of the CTAs that share key and query
+constexpr int IS_LAST_AT = PRODUCTS_AT + PARTS * (int)sizeof(Products);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     mamba2_step(const __grid_constant__ Params p) {
@@ -74,11 +73,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   float gate = 0.f;
   if (GATED && thread < VALUE_DIM)
     gate = load_number(p.gate, token * p.gate_token + head * p.gate_head + first + thread);
+  float *const factors = (float *)(memory + FACTORS_AT), *const values = (float *)(memory + UPDATE_AT);
 #pragma unroll
   for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
     const int part = (i * THREADS + thread) * 2;
     if (part >= CHANNELS) continue;
-    windows[i].mix(taps[i], (float *)(memory + MIXED_AT) + part);
+    const int key = part - VALUE_DIM;  // and behind all of them the query's
+    if (part < VALUE_DIM) windows[i].mix(taps[i], values + part, 1);
+    else windows[i].mix(taps[i], factors + key % KEY_DIM * FACTORS + key / KEY_DIM * QUERY_FACTOR, FACTORS);
     if (SHARERS == 1 || part < VALUE_DIM) windows[i].move_on(p);
   }
   float step = softplus(dt);  // comparisons: NaN stays NaN
@@ -86,24 +88,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   step = step > p.max_step ? p.max_step : step;
   const float decay = expf(-rate * step);
   __syncthreads();  // values, key and query are there, and their windows are read
-  const float *made = (const float *)(memory + MIXED_AT);
-  if (thread < 32)
-    prepare(
-        memory, 0, thread, 1.f, 0.f,
-        [&](int n, float *k, float *q) {
-          k[0] = made[VALUE_DIM + n], k[1] = made[VALUE_DIM + n + 1];
-          q[0] = made[VALUE_DIM + KEY_DIM + n], q[1] = made[VALUE_DIM + KEY_DIM + n + 1];
-        },
-        [](int) { return 0.f; });
-  if (SHARERS > 1 && thread == THREADS - 1) {
-    int *semaphore = p.semaphore + row.req * NUM_GROUPS + key_head;
-    const bool is_last = count_arrival(semaphore) == SHARERS - 1;
+  int *const semaphore = p.semaphore + row.req * NUM_GROUPS + key_head;
+  int arrived = 0;
+  if (SHARERS > 1 && thread == THREADS - 1) arrived = count_arrival(semaphore);
+  const float value = thread < VALUE_DIM ? values[thread] : 0.f, u = step * value;
+  Products products = {0.f, 0.f, 0.f};
+  sum_rows(held, memory, 0, group, chunk, thread, [&](const float *row) {
+    const float2 of = *(const float2 *)row;
+    products.add(of.x, of.y);
+    return of;
+  });
+  products.put(memory, group, chunk, thread);
+  if (thread < VALUE_DIM) values[thread] = u;
+  if (SHARERS > 1 && thread == THREADS - 1) {  // its number came while the sums were made
+    const bool is_last = arrived == SHARERS - 1;
     if (is_last) *semaphore = 0;
     *(int *)(memory + IS_LAST_AT) = is_last;
   }
-  const float value = thread < VALUE_DIM ? made[thread] : 0.f, u = step * value;
-  if (thread < VALUE_DIM) ((float *)(memory + UPDATE_AT))[thread] = u;
-  __syncthreads();  // factors are there, and what was made is read
+  __syncthreads();
   if (SHARERS > 1 && *(const int *)(memory + IS_LAST_AT)) {
 #pragma unroll
     for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
@@ -111,14 +113,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
       if (part >= VALUE_DIM && part < CHANNELS) windows[i].move_on(p);
     }
   }
-  sum_rows(held, memory, 0, group, chunk, thread);
-  __syncthreads();
   if (thread < VALUE_DIM) {
     const float *sums = (const float *)(memory + SUMS_AT) + thread;
     float y = 0.f;
 #pragma unroll
     for (int n = 0; n < PARTS; ++n) y += sums[(n * 2 + 1) * VALUE_DIM];
-    y = decay * y + *(const float *)(memory + PRODUCT_AT) * u + skip * value;
+    y = decay * y + Products::all(memory).both * u + skip * value;
     store_out(p.out, token * p.out_token + out, GATED ? y * (gate * sigmoid(gate)) : y);
   }
   update_rows(held, memory, decay, 0, group, chunk);

@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     __syncthreads();  // key and query are there; at the first token, the barrier too
     // ends with the copy of this CTA's own state
     if (i == row.first && row.kept) mbarrier_wait(shared + BARRIER_AT, 0);
-    sum_rows(part, memory, turn, group, chunk, thread);
+    sum_rows(part, memory, turn, group, chunk, thread,
+             [](const float *row) { return *(const float2 *)row; });
     __syncthreads();
     if (thread < VALUE_DIM) {
       const float *sums = (const float *)(memory + SUMS_AT) + thread;

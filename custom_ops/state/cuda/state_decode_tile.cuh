@@ -125,17 +125,18 @@ struct Part {
   }
 };
 
-// Sums over this warp's, or this group's, rows of S times key and query.
-template <class Tile>
+// Sums over this warp's, or this group's, rows of S times key and query, which `pair` takes from a row's
+// factors.
+template <class Tile, class Pair>
 __device__ __forceinline__ void sum_rows(const Tile &tile, char *memory, int turn, int group, int chunk,
-                                         int thread) {
+                                         int thread, Pair pair) {
   float seen[VEC] = {}, y[VEC] = {};
   const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     float x[VEC];
     tile.load(i, x);
-    const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS);
+    const float2 of = pair(factors + i * GROUPS * FACTORS);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
       if constexpr (DELTA) seen[j] += x[j] * of.x;

@@ -5,6 +5,11 @@
 constexpr int COLUMNS = SPLIT * VALUE_DIM;         // of a head, whose SPLIT CTAs have VALUE_DIM each
 constexpr int HEAD_ROW_BYTES = SPLIT * ROW_BYTES;  // of its state
 constexpr int SHARERS = GROUP * SPLIT;             // CTAs that make the same query and key
+// A row's factors are its key's and query's numbers as the convolution gives them, and BY_KEY its decay, at
+// the places of `update_rows`. Norms come last: sums of rows are linear in key and query, so that nothing
+// waits for their squares.
+constexpr int KEY_FACTOR = BY_KEY ? 2 : 0, QUERY_FACTOR = 1, DECAY_FACTOR = 3;
+constexpr int PRODUCTS_AT = SHARED_BYTES;  // [PARTS], of `Products`
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float rounded(float x) { return to_float<HALF>((u16)pack<HALF>(x, 0.f)); }
@@ -43,8 +48,8 @@ struct Window {
     for (int w = 0; w < WIDTH - 1; ++w) seen[w] = row.kept ? *(const u32 *)(at + w * p.conv_row * 2) : 0;
     seen[WIDTH - 1] = *(const u32 *)(p.x + (token * p.x_token + channel) * 2);
   }
-  // The convolution's two numbers, through silu.
-  __device__ __forceinline__ void mix(const Taps &taps, float *to) const {
+  // The convolution's two numbers, through silu, `step` places apart.
+  __device__ __forceinline__ void mix(const Taps &taps, float *to, int step) const {
     float mixed[2] = {taps.bias[0], taps.bias[1]};
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) {
@@ -54,7 +59,7 @@ struct Window {
       mixed[1] += x[1] * taps.of[w][1];
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) to[j] = rounded(mixed[j] * sigmoid(mixed[j]));
+    for (int j = 0; j < 2; ++j) to[j * step] = rounded(mixed[j] * sigmoid(mixed[j]));
   }
   __device__ __forceinline__ void move_on(const Params &p) const {
 #pragma unroll
@@ -85,5 +90,39 @@ struct Held {
   __device__ __forceinline__ void put_back() const {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) *(uint4 *)(from + i * GROUPS * HEAD_ROW_BYTES) = rows[i];
+  }
+};
+
+// Of a token's key and query with themselves and each other, which a warp, or group, makes of its rows.
+struct Products {
+  float keys, queries, both;
+
+  __device__ __forceinline__ void add(float key, float query) {
+    if constexpr (NORMALIZE) {
+      keys += key * key;
+      queries += query * query;
+    }
+    both += key * query;
+  }
+  __device__ __forceinline__ void put(char *memory, int group, int chunk, int thread) {
+#pragma unroll
+    for (int mask = CHUNKS; mask < 32; mask *= 2) {
+      if constexpr (NORMALIZE) {
+        keys += __shfl_xor_sync(ALL, keys, mask);
+        queries += __shfl_xor_sync(ALL, queries, mask);
+      }
+      both += __shfl_xor_sync(ALL, both, mask);
+    }
+    if (CHUNKS < 32 ? thread % 32 == 0 : chunk == 0)
+      ((Products *)(memory + PRODUCTS_AT))[CHUNKS < 32 ? thread / 32 : group] = *this;
+  }
+  static __device__ __forceinline__ Products all(const char *memory) {
+    Products sum = {0.f, 0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < PARTS; ++n) {
+      const Products part = ((const Products *)(memory + PRODUCTS_AT))[n];
+      sum.keys += part.keys, sum.queries += part.queries, sum.both += part.both;
+    }
+    return sum;
   }
 };

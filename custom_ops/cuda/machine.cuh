@@ -173,6 +173,16 @@ __device__ __forceinline__ int load_and_forget_l1(const int *p) {
 #endif
   return x;
 }
+__device__ __forceinline__ u16 load_l2(const u16 *p) {
+  u16 x;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ u32 load_l2(const u32 *p) {
+  u32 x;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
 __device__ __forceinline__ float load_l2(const float *p) {  // other CTAs wrote it: L1 must not answer
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");

@@ -51,6 +51,43 @@ template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[8][4], u64
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;"
         : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b));
 }
+// The same for 80 to 256 rows of b in steps of 16. The descriptors stand first, so that a size's registers
+// are those of the size before it and eight more.
+#define R_64 "%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19," \
+  "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33"
+#define D_64 D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+#define R_80 R_64 ",%34,%35,%36,%37,%38,%39,%40,%41"
+#define R_96 R_80 ",%42,%43,%44,%45,%46,%47,%48,%49"
+#define R_112 R_96 ",%50,%51,%52,%53,%54,%55,%56,%57"
+#define R_128 R_112 ",%58,%59,%60,%61,%62,%63,%64,%65"
+#define R_144 R_128 ",%66,%67,%68,%69,%70,%71,%72,%73"
+#define R_160 R_144 ",%74,%75,%76,%77,%78,%79,%80,%81"
+#define R_176 R_160 ",%82,%83,%84,%85,%86,%87,%88,%89"
+#define R_192 R_176 ",%90,%91,%92,%93,%94,%95,%96,%97"
+#define R_208 R_192 ",%98,%99,%100,%101,%102,%103,%104,%105"
+#define R_224 R_208 ",%106,%107,%108,%109,%110,%111,%112,%113"
+#define R_240 R_224 ",%114,%115,%116,%117,%118,%119,%120,%121"
+#define R_256 R_240 ",%122,%123,%124,%125,%126,%127,%128,%129"
+#define D_80 D_64, D4(8), D4(9)
+#define D_96 D_80, D4(10), D4(11)
+#define D_112 D_96, D4(12), D4(13)
+#define D_128 D_112, D4(14), D4(15)
+#define D_144 D_128, D4(16), D4(17)
+#define D_160 D_144, D4(18), D4(19)
+#define D_176 D_160, D4(20), D4(21)
+#define D_192 D_176, D4(22), D4(23)
+#define D_208 D_192, D4(24), D4(25)
+#define D_224 D_208, D4(26), D4(27)
+#define D_240 D_224, D4(28), D4(29)
+#define D_256 D_240, D4(30), D4(31)
+#define WGMMA_OF(n)                                                                                 \
+  template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[n / 8][4], u64 a, u64 b) { \
+    WGMMA(FP16, "m64n" #n "k16", "{" R_##n "}, %0, %1, 1, 1, 1, 0, 0;" : "+l"(a), "+l"(b), D_##n); \
+  }
+WGMMA_OF(80) WGMMA_OF(96) WGMMA_OF(112) WGMMA_OF(128)
+WGMMA_OF(144) WGMMA_OF(160) WGMMA_OF(176) WGMMA_OF(192)
+WGMMA_OF(208) WGMMA_OF(224) WGMMA_OF(240) WGMMA_OF(256)
+#undef WGMMA_OF
 #undef D4
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {

@@ -443,6 +443,21 @@ def test_linear_ptx(tmp_path: Path, tokens: int, rows: int, case: str) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize(("name", "config"), [("linear_large", "large_config"), ("linear_sum", "sum_config")])
+def test_linear_large_ptx(tmp_path: Path, name: str, config: str) -> None:
+    import torch
+
+    from torchpaged.custom_ops.layers.cuda import linear_large
+    from torchpaged.custom_ops.layers.cuda.linear_shape import LinearSpec
+
+    spec = LinearSpec(torch.bfloat16, 128, 4096, 8192, 8192, "none", False, True, True, True, True)
+    values = getattr(linear_large, config)(spec, linear_large.LargeShape(80, 2, 1, 4), early=True)
+    ptx, _ = compiled(tmp_path, f"{name}.cu", values, "ptx")
+    steps = order(ptx.replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
+    assert not complaints(row("linear", name), steps)
+
+
+@needs_nvcc
 @pytest.mark.parametrize("name", ["experts_gate_up", "experts_down"])
 def test_few_experts_ptx(tmp_path: Path, name: str) -> None:
     from torchpaged.custom_ops.experts.cuda.few_experts import ExpertsSpec

@@ -154,7 +154,7 @@ def compiled(
     for path in folder.iterdir():
         text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
         text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
-        if file == "linear_wide.cu":
+        if file in ("linear_wide.cu", "linear_large.cu"):
             text = text.replace("char *memory = cta_memory();", "char *shared = cta_memory();")
             text = _ARRAY.sub(lambda m: _in_memory(m, next(arrays)), text)
         text = text.replace("__shared__", "SHARED_ARRAY")

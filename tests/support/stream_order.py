@@ -413,6 +413,14 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="the next kernel loads its weights while this one adds its parts",
         ),
         Launch(
+            "linear_large.cu:linear_large",
+            ("out",),
+            "issued",
+            ("weight",),
+            case="65 to 256 tokens on Hopper, some layers",
+        ),
+        Launch("linear_sum.cu:linear_sum", ("out",), "wait", case="the sum of its parts"),
+        Launch(
             "norm.cu:rms_norm",
             SCRATCH,
             "start",

@@ -1,5 +1,5 @@
-"""linear of the ``cuda`` backend: up to 64 tokens by the CUDA C++ kernel, everything else composed of norm,
-matmul and activation.
+"""linear of the ``cuda`` backend: up to 64 tokens, and some products of up to 256, by CUDA C++ kernels,
+everything else composed of norm, matmul and activation.
 
 ``weight`` and ``norm_weight`` are constants of a step, read before the kernels ahead have
 ended (docs/stream_order.md).
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import ahead
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu, jit, loaded_kernel
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 from torchpaged.custom_ops.layers.call import LinearCall
 from torchpaged.custom_ops.layers.check import check_linear
-from torchpaged.custom_ops.layers.cuda import blaslt
+from torchpaged.custom_ops.layers.cuda import blaslt, linear_large
+from torchpaged.custom_ops.layers.cuda.linear_large import LargeShape
 from torchpaged.custom_ops.layers.cuda.linear_shape import (
     MAX_TOKENS,
     NORM_THREADS,
@@ -41,19 +42,23 @@ def linear(call: LinearCall) -> None:
     require_gpu(call.x.device)
     check_linear(call)
     if unsupported(call) is not None:
-        compose(call, _large)
+        large = _large_shape(call)
+        if large is None:
+            compose(call, _cublas)
+        else:
+            _launch_large(call if call.norm_weight is None else _without_norm(call), large)
         return
     index, weight, norm = call.x.device.index or 0, call.weight, call.norm_weight
     shape = _shape(index, token_bucket(call.x.shape[0]), *weight.shape)
     if norm is not None and not norm_is_fused(shape, call.x.dtype, norm.dtype):
-        call = call._replace(x=_normed(call), norm_weight=None)
+        call = _without_norm(call)
     kernel, early = _specialised(index, LinearSpec.of(call), shape), gpu.launches_early(index)
     kernel.launch(shape.grid(weight.shape[0]), shape.threads, _params(call, shape), early=early)
 
 
-def _params(call: LinearCall, shape: LinearShape) -> ctypes.Structure:
+def _small_params(call: LinearCall) -> ctypes.Structure:
     x, weight, out, bias, scale, residual, norm_weight = call[:7]
-    params = struct_of("linear.cu")(
+    return struct_of("linear.cu")(
         *map(address, (x, weight, bias, scale, residual, norm_weight, out)),
         x_token=x.stride(0),
         residual_token=0 if residual is None else residual.stride(0),
@@ -62,6 +67,10 @@ def _params(call: LinearCall, shape: LinearShape) -> ctypes.Structure:
         offset=call.norm_offset,
         tokens=x.shape[0],
     )
+
+
+def _params(call: LinearCall, shape: LinearShape) -> ctypes.Structure:
+    x, weight, params = call.x, call.weight, _small_params(call)
     if not shape.wide:
         return params
     of_weight = _map(
@@ -90,7 +99,7 @@ def _shape(index: int, bucket: int, out_features: int, in_features: int) -> Line
     )
 
 
-def _large(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+def _cublas(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """A product of many tokens; none while kernels are gathered, when it would mean nothing."""
     if ahead.here() is not None:
         return
@@ -99,14 +108,65 @@ def _large(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual
         torch_product(x, weight, out, bias, residual)
 
 
+def _large_shape(call: LinearCall) -> LargeShape | None:
+    """How ``linear_large.cu`` is cut for this call; None: it does not take it."""
+    tokens, index = call.x.shape[0], call.x.device.index or 0
+    if not MAX_TOKENS < tokens <= linear_large.MAX_TOKENS or unfit(call) is not None:
+        return None
+    if gpu.capability(index) != (9, 0):
+        return None
+    out_features, in_features = call.weight.shape
+    return linear_large.large_shape(tokens, out_features, in_features, gpu.num_sms(index))
+
+
+def _launch_large(call: LinearCall, shape: LargeShape) -> None:
+    """Launch on a call without norm."""
+    x, weight, index = call.x, call.weight, call.x.device.index or 0
+    width, early = weight.shape[0], gpu.launches_early(index)
+    kernel, of_sum = _large_kernels(index, LinearSpec.of(call), shape)
+    pairs = call.activation != "none"
+    at, stride = weight.data_ptr(), weight.stride(0)
+    of_weight = _map(at, *weight.shape, stride, shape.rows, weight.dtype, pairs=pairs)
+    of_x = _map(x.data_ptr(), *x.shape, x.stride(0), shape.tokens, x.dtype)
+    parts, params = x.new_empty(shape.parts(width), dtype=torch.float32), _small_params(call)
+    packed = struct_of("linear_large.cu", "LargeParams")(of_weight, of_x, params, parts.data_ptr())
+    kernel.launch(shape.grid(width), shape.threads, packed, early=early)
+    if of_sum is not None:
+        packed = struct_of("linear_sum.cu", "SumParams")(params, parts.data_ptr())
+        of_sum.launch(shape.sum_grid(width), linear_large.SUM_THREADS, packed, early=early)
+
+
+@functools.cache
+def _large_kernels(
+    index: int, spec: LinearSpec, shape: LargeShape
+) -> tuple[loaded_kernel.Kernel, loaded_kernel.Kernel | None]:
+    """The kernel of these shapes and features, and the one that adds its parts, if there are any."""
+    device, early, shared = torch.device("cuda", index), gpu.launches_early(index), shape.shared_bytes
+    config, of_sum = (
+        make(spec, shape, early=early) for make in (linear_large.large_config, linear_large.sum_config)
+    )
+    if shape.k_parts == 1:
+        return jit.kernel("linear_large.cu", "linear_large", config, device, shared_bytes=shared), None
+    jit.compile_ahead("linear_sum.cu", of_sum, gpu.capability(index))
+    return (
+        jit.kernel("linear_large.cu", "linear_large", config, device, shared_bytes=shared),
+        jit.kernel("linear_sum.cu", "linear_sum", of_sum, device, shared_bytes=0),
+    )
+
+
 def unsupported(call: LinearCall) -> str | None:
-    """Why the kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and
-    addresses only."""
+    """Why the kernels of up to 64 tokens can't take this call, or None. Checked arguments; shapes, dtypes,
+    strides and addresses only."""
+    if not 1 <= call.x.shape[0] <= MAX_TOKENS:
+        return f"{call.x.shape[0]} tokens"
+    return unfit(call)
+
+
+def unfit(call: LinearCall) -> str | None:
+    """Why no kernel can, whatever the number of tokens, or None."""
     x, weight, norm_weight = call.x, call.weight, call.norm_weight
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {x.dtype}"
-    if not 1 <= x.shape[0] <= MAX_TOKENS:
-        return f"{x.shape[0]} tokens"
     if weight.shape[1] % 8 or not weight.numel():
         return f"weight of {tuple(weight.shape)}"
     if any(t.data_ptr() % 16 or t.stride(0) % 8 for t in (x, weight)) or (
@@ -147,8 +207,8 @@ def _map(
     return tensor_map(address, dtype, sizes, strides, box, swizzle=128)
 
 
-def _normed(call: LinearCall) -> Tensor:
-    """RMSNorm of ``x [T, K]`` by a launch of its own."""
+def _without_norm(call: LinearCall) -> LinearCall:
+    """The call on RMSNorm of ``x [T, K]``, by a launch of its own."""
     x, weight = call.x, call.norm_weight
     assert weight is not None
     index, out = x.device.index or 0, torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -158,4 +218,4 @@ def _normed(call: LinearCall) -> Tensor:
     addresses = map(address, (x, weight, out))
     params = struct_of("norm.cu")(*addresses, x.stride(0), out.stride(0), call.norm_eps, call.norm_offset)
     kernel.launch(x.shape[0], NORM_THREADS, params, early=early)
-    return out
+    return call._replace(x=out, norm_weight=None)

@@ -1,10 +1,10 @@
-"""The constants of ``linear.cu`` and ``linear_wide.cu``, and of ``norm.cu``."""
+"""The constants of the kernels of ``linear``, and of ``norm.cu``."""
 
 from torchpaged.custom_ops.cuda.config import Constant, Table
 
 LINEAR = Table(
     "linear_config.cuh",
-    ("linear.cu", "linear_wide.cu"),
+    ("linear.cu", "linear_wide.cu", "linear_large.cu", "linear_sum.cu"),
     "the output projection of Llama 3 8B for up to 64 tokens on Hopper",
     (
         Constant("OUT_FEATURES", "int", "rows of the weight"),
@@ -21,12 +21,13 @@ LINEAR = Table(
         Constant("LAUNCH_FIRST", "bool", "linear.cu: the next kernel may start with this one"),
         Constant("X_ROWS", "int", "linear.cu: tokens that shared memory has room for"),
         Constant("NT", "int", "groups of 8 tokens that are multiplied"),
-        Constant("MT", "int", "tiles of 16 rows per warp; linear_wide.cu: of 64 per CTA"),
-        Constant("ROW_WARPS", "int", "linear.cu: warps with rows of their own, one chunk of k"),
+        Constant("MT", "int", "tiles of 16 rows per warp; linear_wide.cu: of 64 per CTA, or per warpgroup"),
+        Constant("ROW_WARPS", "int", "warps, or warpgroups of linear_large.cu, with rows of their own"),
         Constant("K_WARPS", "int", "linear.cu: such groups of a CTA; chunks go round them"),
         Constant("STAGES", "int", "chunks of k on their way or in use, per group"),
         Constant("EARLY_STAGES", "int", "linear_wide.cu: of them, before the kernels ahead have ended"),
         Constant("CTAS_PER_SM", "int", "that registers must suffice for"),
+        Constant("K_PARTS", "int", "linear_large.cu: CTAs that share out a tile's k, and leave parts"),
         Constant("CLUSTER", "macro", "CTAs that share a tile's k; chooses an attribute"),
     ),
 )

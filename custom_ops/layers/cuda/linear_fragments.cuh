@@ -55,11 +55,11 @@ __device__ __forceinline__ u32 from_out(u32 x, int lane) { return movmatrix_tran
 __device__ __forceinline__ u32 load_two(const char *p, bool first, bool second) {
   u32 x = 0;
   if constexpr (ALIGNED) {
-    if (first) asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    if (first) x = load_l2((const u32 *)p);
   } else {
     u16 low = 0, high = 0;
-    if (first) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(low) : "l"(p) : "memory");
-    if (second) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(high) : "l"(p + 2) : "memory");
+    if (first) low = load_l2((const u16 *)p);
+    if (second) high = load_l2((const u16 *)p + 1);
     x = low | (u32)high << 16;
   }
   return x;
@@ -89,8 +89,7 @@ struct Addends {
         const int here = column + (GATED ? 0 : half * 8), at = here + (GATED ? half * OUT_WIDTH : 0);
         if constexpr (BIAS) {
           u16 x = 0;
-          if (here < OUT_WIDTH)
-            asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(place.p.bias + at * 2) : "memory");
+          if (here < OUT_WIDTH) x = load_l2((const u16 *)place.p.bias + at);
           bias[half] = to_float<HALF>(x);
         }
         if constexpr (SCALED) scale[half] = here < OUT_WIDTH ? ((const float *)place.p.scale)[at] : 0.f;

@@ -267,22 +267,28 @@ class LinearSpec(NamedTuple):
             aligned,
         )
 
+    def constants(self, early: bool) -> dict[str, int]:
+        """Those of every kernel; ``early``: it is launched early."""
+        return {
+            "OUT_FEATURES": self.out_features,
+            "IN_FEATURES": self.in_features,
+            "W_ROW": self.row_stride,
+            "HALF": self.dtype == torch.float16,
+            "ACTIVATION": ACTIVATIONS[self.activation],
+            "NORM": self.norm,
+            "BIAS": self.bias,
+            "SCALED": self.scaled,
+            "RESIDUAL": self.residual,
+            "ALIGNED": self.aligned,
+            "PDL": early,
+            "LAUNCH_FIRST": self.bucket <= 8,
+        }
+
 
 def linear_config(spec: LinearSpec, shape: LinearShape, *, early: bool) -> Config:
     """The constants of the kernel."""
     values = {
-        "OUT_FEATURES": spec.out_features,
-        "IN_FEATURES": spec.in_features,
-        "W_ROW": spec.row_stride,
-        "HALF": spec.dtype == torch.float16,
-        "ACTIVATION": ACTIVATIONS[spec.activation],
-        "NORM": spec.norm,
-        "BIAS": spec.bias,
-        "SCALED": spec.scaled,
-        "RESIDUAL": spec.residual,
-        "ALIGNED": spec.aligned,
-        "PDL": early,
-        "LAUNCH_FIRST": spec.bucket <= 8,
+        **spec.constants(early),
         "X_ROWS": spec.bucket,
         "NT": max(spec.bucket // 8, 1),
         "MT": shape.row_tiles,
@@ -291,6 +297,7 @@ def linear_config(spec: LinearSpec, shape: LinearShape, *, early: bool) -> Confi
         "STAGES": shape.stages,
         "EARLY_STAGES": shape.early_stages,
         "CTAS_PER_SM": shape.ctas_per_sm,
+        "K_PARTS": 1,
         "CLUSTER": shape.cluster,
     }
     return LINEAR.config(values, exact=shape.wide)

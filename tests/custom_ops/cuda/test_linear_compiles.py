@@ -11,6 +11,7 @@ from cuda_sources import check_no_spills, compiled, needs_nvcc, registers
 from specialisations import SHARED_MEMORY
 
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.layers.cuda.linear_large import large_config, large_shape, sum_config
 from torchpaged.custom_ops.layers.cuda.linear_shape import (
     LinearShape,
     LinearSpec,
@@ -26,6 +27,7 @@ LAYERS = {
     "8b qkv": (6144, 4096, "none", True, False, torch.bfloat16),
     "8b o": (4096, 4096, "none", False, True, torch.bfloat16),
     "8b gate_up": (28672, 4096, "silu", True, False, torch.bfloat16),
+    "8b down": (4096, 14336, "none", False, True, torch.bfloat16),
     "1b down": (2048, 8192, "none", False, True, torch.bfloat16),
     "qwen3.5 in": (8224, 1024, "none", True, False, torch.bfloat16),
     "qwen3.5 out": (1024, 2048, "none", False, True, torch.bfloat16),
@@ -79,6 +81,29 @@ def test_compiles_for_others(tmp_path: Path, name: str, tokens: int, capability:
     assert file == "linear"
     _, report = compiled(tmp_path, f"{file}.cu", values, "cubin", capability)
     check_report(report, shape.threads, 1)
+
+
+@pytest.mark.slow_cases(but=("8b down-176",))
+@needs_nvcc
+@pytest.mark.parametrize("tokens", [80, 128, 176, 192, 256])
+@pytest.mark.parametrize("name", ["8b gate_up", "8b down", "1b down"])
+def test_large_products_compile(tmp_path: Path, name: str, tokens: int) -> None:
+    n, k, activation, _, residual, dtype = LAYERS[name]
+    shape = large_shape(tokens, n, k, 132)
+    if shape is None:
+        assert (name, tokens) == ("8b gate_up", 256)
+        return
+    spec = LinearSpec(dtype, 128, n, k, k, activation, False, False, False, residual, True)
+    _, report = compiled(tmp_path, "linear_large.cu", large_config(spec, shape, early=True))
+    assert "serialized" not in report, report
+    threads = -(-shape.threads // 128) * 128  # registers are shared out by four warps
+    assert registers(report) * threads <= 65536, report
+    assert shape.shared_bytes + 1024 <= SHARED_MEMORY[9, 0][1]
+    if shape.row_tiles == 1:  # of two tiles, the end may spill a few
+        check_no_spills(report)
+    if shape.k_parts > 1:
+        _, report = compiled(tmp_path, "linear_sum.cu", sum_config(spec, shape, early=True))
+        check_no_spills(report)
 
 
 @needs_nvcc

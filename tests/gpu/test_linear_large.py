@@ -1,0 +1,124 @@
+"""linear of 65 to 256 tokens by linear_large.cu on a GPU: every shape and epilogue against float64,
+repeatable, captured and replayed."""
+
+import pytest
+import torch
+from test_linear import CUDA, DTYPES, FEATURES, call, check, make
+
+from torchpaged.custom_ops.layers.cuda import linear, linear_large
+from torchpaged.custom_ops.layers.cuda.linear_large import LargeShape, large_shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+    ),
+]
+#: warpgroups, row_tiles, k_parts
+SHAPES = [(2, 1, 1), (2, 2, 1), (2, 1, 4), (1, 1, 4)]
+
+
+def forced(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]) -> None:
+    monkeypatch.setattr(
+        linear_large, "large_shape", lambda tokens, *_: LargeShape(-(-tokens // 16) * 16, *shape)
+    )
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_features(shape: tuple[int, int, int], features: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced(monkeypatch, shape)
+    check(make(100, (1024, 2048), features, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dtypes(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced(monkeypatch, shape)
+    check(make(100, (1024, 2048), "everything", dtype))
+
+
+@pytest.mark.parametrize("tokens", [65, 112, 129, 192, 193, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tokens(shape: tuple[int, int, int], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shape[1] == 2 and tokens > 192:
+        pytest.skip("as many sums as there are registers")
+    forced(monkeypatch, shape)
+    check(make(tokens, (1002, 1032), "everything", torch.bfloat16))
+
+
+@pytest.mark.parametrize("layer", [(28672, 4096), (4096, 14336), (16384, 2048), (2048, 8192)], ids=str)
+@pytest.mark.parametrize("tokens", [65, 128, 164, 256])
+def test_layers_that_are_taken(layer: tuple[int, int], tokens: int) -> None:
+    arguments = make(tokens, layer, "silu" if layer[0] > 4096 else "residual", torch.bfloat16)
+    assert (large_shape(tokens, *layer, 132) is None) == (tokens > 192 and layer == (28672, 4096))
+    check(arguments)
+    first = arguments["out"].clone()
+    for _ in range(5):
+        arguments["out"].fill_(torch.nan)
+        assert torch.equal(call(arguments), first)
+
+
+@pytest.mark.parametrize("tokens", [72, 164, 256])
+def test_a_captured_chain_follows_its_input(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel starts before those in front of it have finished, also those that leave parts and add
+    them."""
+    width, layers = 1024, 8
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16)
+
+    def shape(tokens: int, out_features: int, *_: int) -> LargeShape:
+        return LargeShape(-(-tokens // 16) * 16, 2, 1, 1 if out_features > width else 4)
+
+    monkeypatch.setattr(linear_large, "large_shape", shape)
+    weights = [
+        (random(4 * width, width) * width**-0.5, random(width, 2 * width) * width**-0.5)
+        for _ in range(layers)
+    ]
+    norm = 1 + random(width) * 0.1
+    state, inner = random(layers + 1, tokens, width), random(layers, tokens, 2 * width)
+
+    def chain(synchronised: bool = False) -> None:
+        for i, (gate_up, down) in enumerate(weights):
+            CUDA(state[i], gate_up, inner[i], norm_weight=norm, activation="silu")
+            if synchronised:
+                torch.cuda.synchronize()
+            CUDA(inner[i], down, state[i + 1], residual=state[i])
+            if synchronised:
+                torch.cuda.synchronize()
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(4):
+        state[0].copy_(random(tokens, width))
+        inner.fill_(torch.nan)
+        state[1:].fill_(torch.nan)
+        graph.replay()
+        got = state.clone(), inner.clone()
+        chain(synchronised=True)
+        assert torch.isfinite(state).all()
+        assert torch.equal(got[0], state)
+        assert torch.equal(got[1], inner)
+
+
+def test_tokens_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's bits, whatever stands at the other places of as many."""
+    forced(monkeypatch, (2, 1, 4))
+    arguments = make(100, (1024, 2048), "residual", torch.bfloat16)
+    first = call(arguments).clone()
+    turned = {**arguments, "out": torch.empty_like(first)}
+    for name in ("x", "residual"):
+        turned[name] = arguments[name].roll(37, 0)
+    assert torch.equal(call(turned), first.roll(37, 0))
+
+
+def test_other_dtypes_and_devices_are_composed() -> None:
+    arguments = make(100, (28672, 4096), "plain", torch.float32)
+    record = linear.LinearCall(arguments["x"], arguments["weight"], arguments["out"])
+    assert linear._large_shape(record) is None
+    check(arguments)

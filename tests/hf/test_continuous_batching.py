@@ -234,7 +234,12 @@ def test_a_model_that_ignores_the_interface() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stem", "words"), [("DiffLlama", "regroups its cached values"), ("Bart", "counts positions by itself")]
+    ("stem", "words"),
+    [
+        ("DiffLlama", "regroups its cached values"),
+        ("Bart", "counts positions by itself"),
+        ("DeepseekV3", "keys of 32 numbers, .* places of 16"),
+    ],
 )
 def test_models_that_batches_would_get_wrong(stem: str, words: str) -> None:
     """transformers' own attention gives wrong tokens of these there, too."""

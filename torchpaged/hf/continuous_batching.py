@@ -178,7 +178,14 @@ def _require_batchable(model: Any) -> None:
     name, model_type = type(model).__name__, getattr(model.config, "model_type", "")
     if has_own_attention(model_type):
         raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")
-    why = family_of(model_type).needs_dense
+    family, config = family_of(model_type), model.config.get_text_config(decoder=True)
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim if family.caches_latents else 0
+    if width > getattr(config, "head_dim", width):  # of most, that of their rotation
+        raise UnsupportedModelError(
+            f"{name} expands its latents to keys of {width} numbers, and transformers' cache of batches has "
+            f"places of {config.head_dim}, the config's head_dim; call generate, or make a Generator"
+        )
+    why = family.needs_dense
     if why and not why.startswith("expands"):  # latents are expanded before they are stored
         raise UnsupportedModelError(
             f"{name} {why}, where continuous batching stores what comes; call generate"

@@ -51,17 +51,35 @@ template <int ADD> __device__ __forceinline__ void scores16(float (&d)[32], u64 
   WGMMA(HALF, "m64n64k16", "{" R32 "}, %32, %33, %34, 1, 1, 0, 0;"
                : F16(0), F16(16) : "l"(a), "l"(b), "n"(ADD));
 }
-// d += a @ b for 16 keys: 64 rows, 256 value columns contiguous in `b`; weights in registers, or in shared
-// memory.
-__device__ __forceinline__ void values16(float (&d)[128], const u32 (&a)[4], u64 b) {
-  WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
-               : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define R64 R32 \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55" \
+  ",%56,%57,%58,%59,%60,%61,%62,%63"
+// d += a @ b for 16 keys: 64 rows, 256 value columns contiguous in `b`, in squares of so many bytes; weights
+// in registers, or in shared memory. Rows of fp8: by halves of the columns, since ptxas wants all sums of an
+// instruction within the registers that a thread starts with, 128 in a CTA of 512 threads.
+__device__ __forceinline__ void values16(float (&d)[128], const u32 (&a)[4], u64 b, int square) {
+  if constexpr (FP8) {
+    WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+                 : F64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+                 : F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(behind(b, 2 * square)));
+  } else {
+    WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
+                 : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
 }
-__device__ __forceinline__ void values16(float (&d)[128], u64 a, u64 b) {
-  WGMMA(HALF, "m64n256k16", "{" R128 "}, %128, %129, 1, 1, 1, 0, 1;" : F64(0), F64(64) : "l"(a), "l"(b));
+__device__ __forceinline__ void values16(float (&d)[128], u64 a, u64 b, int square) {
+  if constexpr (FP8) {
+    WGMMA(HALF, "m64n128k16", "{" R64 "}, %64, %65, 1, 1, 1, 0, 1;" : F64(0) : "l"(a), "l"(b));
+    WGMMA(HALF, "m64n128k16", "{" R64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : F64(64) : "l"(a), "l"(behind(b, 2 * square)));
+  } else {
+    WGMMA(HALF, "m64n256k16", "{" R128 "}, %128, %129, 1, 1, 1, 0, 1;" : F64(0), F64(64) : "l"(a), "l"(b));
+  }
 }
 #undef F4
 #undef F16
 #undef F64
 #undef R32
+#undef R64
 #undef R128

@@ -4,8 +4,13 @@
 
 #include "latent_scheduler.cuh"
 
-constexpr int CONSUMER_THREADS = 256, QUERY_THREADS = 96, THREADS = CONSUMER_THREADS + 32 + QUERY_THREADS;
-constexpr int PRODUCER_REGISTERS = FP8 ? 56 : 40, CONSUMER_REGISTERS = FP8 ? 224 : 232;
+constexpr int CONSUMER_THREADS = 256, QUERY_THREADS = FP8 ? 224 : 96,  // eight warps, or four
+              THREADS = CONSUMER_THREADS + 32 + QUERY_THREADS;
+constexpr int PRODUCER_REGISTERS = FP8 ? 64 : 40, CONSUMER_REGISTERS = FP8 ? 192 : 232;
+// What warps take is the CTA's own: 65,536 over its threads, by eights. Else they would wait for ever.
+static_assert(CONSUMER_THREADS * CONSUMER_REGISTERS + (THREADS - CONSUMER_THREADS) * PRODUCER_REGISTERS <=
+                  THREADS * (65536 / THREADS / 8 * 8),
+              "registers of the CTA");
 constexpr int COLUMNS = RANK / 2, HALF_SQUARES = COLUMNS / 64;  // value columns of a warpgroup
 static_assert(RANK == 512, "columns of the instructions, whose rows are ROWS, 64");
 

@@ -78,7 +78,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     wgmma_fence();
     const u64 first = values(ME);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) values16(acc, weights[k], behind(first, k * 2048));
+    for (int k = 0; k < 4; ++k) values16(acc, weights[k], behind(first, k * 2048), SQUARE_BYTES);
     wgmma_commit();
   }
   __device__ __forceinline__ void other_values() {
@@ -87,7 +87,8 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     wgmma_fence();
     const u64 weights = operand(square_at(OTHER, SQUARES - 1)), first = values(OTHER);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) values16(acc, behind(weights, k * 32), behind(first, k * 2048));
+    for (int k = 0; k < 4; ++k)
+      values16(acc, behind(weights, k * 32), behind(first, k * 2048), SQUARE_BYTES);
     wgmma_commit();
   }
   __device__ __forceinline__ void shrink(const float (&factor)[2]) {
@@ -239,6 +240,47 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     wgmma_wait<0>();
     release(OTHER);
   }
+  // Two CTAs took turns at the tiles: each has the result of half of the columns, those of one warpgroup, to
+  // which the other CTA's sends its sums. False: this one has sent.
+  __device__ __forceinline__ bool join(float (&sum)[2]) {
+    constexpr int STATES_AT = 32 * 128 * 16;  // behind the sums: levels and totals of rows
+    const bool sends = ME != blockIdx.x % 2;
+    meet_cluster<2>();  // no tile is read any more
+    if (sends) {
+      const u32 theirs = mapa(shared, ME);
+#pragma unroll
+      for (int n = 0; n < 32; ++n)
+        st_cluster(theirs + (n * 128 + thread) * 16,
+                   float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]});
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (lane % 4 == 0) {
+          st_cluster(theirs + STATES_AT + row(e) * 8, level[e]);
+          st_cluster(theirs + STATES_AT + row(e) * 8 + 4, sum[e]);
+        }
+    }
+    meet_cluster<2>();
+    if (sends) return false;
+    float mine[2], others[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float2 state = *(const float2 *)(memory + STATES_AT + row(e) * 8);
+      const float now = fmaxf(level[e], state.x);
+      mine[e] = exp2_(level[e] - now);
+      others[e] = exp2_(state.x - now);
+      level[e] = now;
+      sum[e] = sum[e] * mine[e] + state.y * others[e];
+    }
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      const float4 x = *(const float4 *)(memory + (n * 128 + thread) * 16);
+      acc[n * 4] = acc[n * 4] * mine[0] + x.x * others[0];
+      acc[n * 4 + 1] = acc[n * 4 + 1] * mine[0] + x.y * others[0];
+      acc[n * 4 + 2] = acc[n * 4 + 2] * mine[1] + x.z * others[1];
+      acc[n * 4 + 3] = acc[n * 4 + 3] * mine[1] + x.w * others[1];
+    }
+    return true;
+  }
   // `sums`: of this segment; they are still read while those of the next one are written.
   __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile, float *sums) {
 #pragma unroll
@@ -248,10 +290,14 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
       if (lane % 4 == 0) sums[ME * ROWS + row(e)] = total[e];
     }
     barrier<CONSUMER_THREADS>(SUMS);
-    float *slot = slot_of(p, group, s.slot, row_tile);
+    float *slot = slot_of(p, group, s.slot, row_tile), both[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) both[e] = sums[row(e)] + sums[ROWS + row(e)];
+    if constexpr (SELECTED && CLUSTER == 2)
+      if (!join(both)) return;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float sum = sums[row(e)] + sums[ROWS + row(e)];
+      const float sum = both[e];
       if (s.whole) {
         const Row r = row_of(row_tile * ROWS + row(e), s.start, s.query_len, s.seq_len);
         const float by = 1.f / sum;

@@ -1,18 +1,26 @@
 // Sparse latent attention on Hopper for many heads: a CTA has 64 heads of a query token and all of its
-// positions. The products and their turns are those of latent_pairs.cu (latent_pairs_mainloop.cuh); in place
-// of the copy engine four warps gather keys by their positions (latent_selected_load.cuh).
+// positions; of few tokens two CTAs of a cluster take turns at its tiles of positions and add their results.
+// The products and their turns are those of latent_pairs.cu (latent_pairs_mainloop.cuh); in place of the copy
+// engine warps gather keys by their positions (latent_selected_load.cuh, latent_selected_fp8.cuh).
 //
 // Why nothing here waits for ever: halves of tiles are filled and released in one order, which is that of the
 // products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
-// them alone.
+// them alone; all threads of a cluster meet twice behind their last tile.
 //
 // Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Sources: sparse attention
 // (arXiv:2512.02556), and that of the schedule in latent_pairs.cu.
 
-#include "latent_selected_load.cuh"
+#include "latent_selected_fp8.cuh"
 #include "latent_pairs_mainloop.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_selected(const __grid_constant__ Params p) {
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+latent_selected(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
   if (threadIdx.x == 0) {
@@ -26,20 +34,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_selected(const _
     fence_mbarrier_init();
   }
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32,
-            token = blockIdx.x / p.row_tiles, gathering = warp - CONSUMER_THREADS / 32;
+            token = blockIdx.x / CLUSTER / p.row_tiles, gathering = warp - CONSUMER_THREADS / 32;
   const Token t = find_token(p, token, lane);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   if (gathering >= 0) {
     const Lookup look(p, token, t, gathering, lane);
-    const Rows rows = ask_first(p, shared, look, token, gathering, lane);
+    const Ahead ahead = ask_first(p, shared, look, token, gathering, lane);
     const Selection selection = open_selection(p, memory, token, t);
     give_registers<PRODUCER_REGISTERS>();
-    produce_selected(p, memory, shared, selection, look, rows, gathering, lane);
-    return;
+    if constexpr (FP8) convert_selected(p, memory, shared, selection, ahead, gathering, lane);
+    else produce_selected(p, memory, shared, selection, ahead, gathering, lane);
+    if constexpr (CLUSTER == 2) {  // with the consumers' join()
+      meet_cluster<2>();
+      meet_cluster<2>();
+    }
+  } else {
+    const Selection selection = open_selection(p, memory, token, t);
+    take_registers<CONSUMER_REGISTERS>();
+    if (warp < 4) Warpgroup<0, true>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(selection, 0);
+    else Warpgroup<1, true>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(selection, 0);
   }
-  const Selection selection = open_selection(p, memory, token, t);
-  take_registers<CONSUMER_REGISTERS>();
-  if (warp < 4) Warpgroup<0, true>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(selection, 0);
-  else Warpgroup<1, true>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(selection, 0);
 }

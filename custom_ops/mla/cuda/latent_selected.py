@@ -11,11 +11,11 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.call_params import call_params
-from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes, threads_of
+from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes
 
-#: Heads of a CTA; fewer than so many leave most of its products empty; CTAs from which on it is faster than
-#: the kernels that share a token's positions, and so with rows of fp8 (docs/log/sparse_many.md).
-ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 34, 128
+#: Heads of a CTA; fewer than so many leave most of its products empty; tiles of heads, of all tokens, from
+#: which on it is faster than other kernels, and so with rows of fp8 (docs/log/sparse_many.md).
+ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 16, 32
 
 
 def why_not(call: LatentCall) -> str | None:
@@ -34,8 +34,10 @@ def why_not(call: LatentCall) -> str | None:
     return None
 
 
-def spec_of(call: LatentCall) -> LatentSpec:
-    """What the kernel of a call that `why_not` lets pass is compiled for."""
+def spec_of(call: LatentCall, num_sms: int) -> LatentSpec:
+    """What the kernel of a call that `why_not` lets pass is compiled for. Where there is room for twice as
+    many CTAs, two of a cluster take turns at the tiles of positions."""
+    row_tiles = -(-call.q.shape[1] // ROWS)
     return LatentSpec(
         rank=call.rank,
         rope=call.q.shape[2] - call.rank,
@@ -47,7 +49,7 @@ def spec_of(call: LatentCall) -> LatentSpec:
         lse=call.lse is not None,
         rows=ROWS,
         max_groups=1,  # no ranges, no merge
-        cluster=1,
+        cluster=2 if call.q.shape[0] * row_tiles * 2 <= num_sms else 1,
     )
 
 
@@ -55,7 +57,8 @@ def attend(call: LatentCall) -> None:
     """Launch a checked call that `why_not` lets pass."""
     q, pool, indices = call.q, call.kv_cache, call.indices
     assert indices is not None
-    index, spec, row_tiles = q.device.index or 0, spec_of(call), -(-q.shape[1] // ROWS)
+    index, row_tiles = q.device.index or 0, -(-q.shape[1] // ROWS)
+    spec = spec_of(call, gpu.num_sms(index))
     kernel, threads = _specialised(index, spec)
     params = struct_of("latent_selected.cu")(
         **call_params(call),
@@ -70,7 +73,12 @@ def attend(call: LatentCall) -> None:
         groups=1,
         top_k=indices.shape[1],
     )
-    kernel.launch(q.shape[0] * row_tiles, threads, params, early=gpu.launches_early(index))
+    kernel.launch(q.shape[0] * row_tiles * spec.cluster, threads, params, early=gpu.launches_early(index))
+
+
+def threads_of(spec: LatentSpec) -> int:
+    """Threads of a CTA, ``THREADS``."""
+    return 512 if spec.fp8 else 384
 
 
 @functools.cache
@@ -85,4 +93,4 @@ def _specialised(index: int, spec: LatentSpec) -> tuple[Kernel, int]:
         # rows of fp8 are converted on their way: there, too, stand 16-bit numbers
         shared_bytes=shared_bytes(latent_config(spec._replace(fp8=False))),
     )
-    return kernel, threads_of(config)
+    return kernel, threads_of(spec)

@@ -53,6 +53,7 @@ inline void mbarrier_wait(u32 at, int parity) {
   wait_until([&] { return barriers.at(at).phase != parity; });
   races::pass(memories + at);
 }
+template <class T> void st_cluster(u32 to, T x) { memcpy(memories + to, &x, sizeof x); }
 struct alignas(64) Map {  // test_latent_on_host.py fills it in
   const char *from;
   int sizes[4], strides[3], box[4];  // in numbers of 16 bits
@@ -150,10 +151,10 @@ template <int TURNED, int ADD = 1, int J> void product16(float (&d)[J][4], u64 a
 template <int ADD> void scores16(float (&d)[32], u64 a, u64 b) {
   ask({d, a, b, 8, false, false, ADD == 1});
 }
-inline void values16(float (&d)[128], u64 a, u64 b) {
+inline void values16(float (&d)[128], u64 a, u64 b, int) {
   ask({d, a, b, 32, false, true, true});
 }
-inline void values16(float (&d)[128], const u32 (&a)[4], u64 b) {
+inline void values16(float (&d)[128], const u32 (&a)[4], u64 b, int) {
   Product made = {d, 0, b, 32, false, true, true, true};
   for (int n = 0; n < 4; ++n) {
     const u64 *all = exchange(a[n]);

@@ -31,6 +31,19 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
     "100 heads": ({"num_heads": 100, "dtype": torch.float16}, BatchSpec("c", (300,), (1,)), "twice", 200),
     "none": ({}, BatchSpec("d", (70, 30), (1, 1)), "none", 70),
     "fp8": ({"fp8": True}, BatchSpec("f", (300, 5), (1, 2), padded_tokens=1), "some", 250),
+    "fp8, 100 heads": (
+        {"fp8": True, "num_heads": 100, "block_size": 16},
+        BatchSpec("g", (300, 5), (1, 2), padded_tokens=1),
+        "all",
+        200,
+    ),
+    "in turns": ({"num_sms": 132}, BatchSpec("h", (500, 3, 0), (1, 1, 1), padded_tokens=1), "some", 300),
+    "fp8, in turns": (
+        {"fp8": True, "num_heads": 100, "num_sms": 132},
+        BatchSpec("i", (300, 5), (1, 2)),
+        "beyond",
+        200,
+    ),
     "one tile": ({"num_heads": 33, "block_size": 32}, BatchSpec("e", (64,), (1,)), "all", 64),
 }
 
@@ -41,7 +54,7 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec, kind, top_k = CASES[name]
     options = {"num_heads": 64, "dtype": torch.bfloat16, "block_size": 64} | options
-    fp8 = options.pop("fp8", False)
+    fp8, num_sms = options.pop("fp8", False), options.pop("num_sms", 1)
     batch = make_latent_batch(batch_spec, rank=512, rope=64, **options)
     batch = as_fp8(batch) if fp8 else batch
     indices = selected(batch, kind, top_k)
@@ -51,12 +64,15 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     def specialised(_: int, spec: LatentSpec) -> tuple[HostKernel, int]:
         replaced = ("bulk.cuh", "wgmma.cuh", "latent_instructions.cuh")
         named = "latent_selected.cu", "latent_selected", latent_config(spec), "latent_on_host.h"
-        return HostKernel(kernels_on_host.compiled(tmp_path / "k", *named, replaced)), 384
+        return HostKernel(
+            kernels_on_host.compiled(tmp_path / "k", *named, replaced), spec.cluster
+        ), latent_selected.threads_of(spec)
 
     monkeypatch.setattr(latent_selected, "_specialised", specialised)
     for least in ("MIN_CTAS", "MIN_FP8_CTAS"):
         monkeypatch.setattr(latent_selected, least, 1)
     monkeypatch.setattr(gpu, "launches_early", lambda _: True)
+    monkeypatch.setattr(gpu, "num_sms", lambda _: num_sms)  # for two CTAs of a tile of rows, or not
     for _ in range(2):
         out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)
         lse = torch.full(shapes[:2], float("nan"))
@@ -70,6 +86,7 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["64 heads", "fp8", "fp8, in turns"])
+def test_no_races(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are used again. Lengths are read before the kernels ahead have ended."""
-    assert_no_races(("seq_lens", "starts"), test_matches_the_oracle, "64 heads", tmp_path, monkeypatch)
+    assert_no_races(("seq_lens", "starts"), test_matches_the_oracle, name, tmp_path, monkeypatch)

@@ -219,17 +219,17 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
     fp8 = {"kv_cache": torch.empty(5, 64, 1, 656, dtype=torch.float8_e4m3fn, device="meta")}
     for changed in (
         {},
-        {"tokens": 128, **fp8},
+        {"tokens": 32, **fp8},
         {"dtype": torch.float16},
         {"heads": 33},
-        {"tokens": 32, "heads": 65},
+        {"tokens": 8, "heads": 65},
         {"top_k": 40000},
     ):
         call = sparse_call(**({"tokens": 64, "heads": 64} | changed))
         assert latent_selected.why_not(call) is None and mla_attention.route(call) is None
     for changed, said in (
-        ({"tokens": 33}, "33 tokens of 64 heads"),
-        ({"tokens": 127, **fp8}, "127 tokens of 64 heads"),
+        ({"tokens": 15}, "15 tokens of 64 heads"),
+        ({"tokens": 31, **fp8}, "31 tokens of 64 heads"),
         ({"heads": 32}, "64 tokens of 32 heads"),
         ({"rank": 256, "width": 320}, "256 + 64 columns"),
         (

@@ -1,0 +1,101 @@
+// The producers of latent_selected.cu over rows of fp8: eight warps make 16-bit numbers of the keys that a
+// token selected, each warp 8 of a tile. Four lanes have a key, of each 64 columns 16: a lane has one row of
+// a tile, its scales are its own, and eight lanes store to all banks.
+//
+// What is loaded waits in registers while a lane converts what it loaded before. No fence of proxies here:
+// the one behind the consumers' waits lets their products see these stores, too.
+#pragma once
+
+#include "latent_selected_load.cuh"
+
+constexpr int ROW_BYTES = RANK + RANK / 128 * 4 + ROPE * 2;  // numbers, scales, the rotated key
+static_assert(!FP8 || (!HALF && WARP_KEYS == 8), "the rotated keys are bfloat16; a row of each lane");
+static_assert(ROW_BYTES % 16 == 0 && RANK == 512 && ROPE == 64, "shares of a lane");
+
+__device__ const uint4 NO_ROW[ROW_BYTES / 16] = {};  // of a key that is not seen, since 0 * NaN is NaN
+
+struct Converter {
+  const Params &p;
+  char *memory;
+  const u32 shared;
+  const int warp, lane;
+
+  // The lane's share of its row: from the first 16 of its columns on.
+  __device__ __forceinline__ const char *row_of_lane(int rows) const {
+    const int row = __shfl_sync(ALL, rows, warp % 2 * 8 + lane / 4);
+    return (row < 0 ? (const char *)NO_ROW : row_from(p, row)) + lane % 4 * 16;
+  }
+  static __device__ __forceinline__ uint4 numbers(const char *row, int half, int square) {
+    return load_l2((const uint4 *)(row + half * COLUMNS + square * 64));
+  }
+  __device__ __forceinline__ float2 scales(const char *row, int half) const {
+    return load_l2((const float2 *)(row - lane % 4 * 16 + RANK + half * 8));
+  }
+  static __device__ __forceinline__ u32 scaled(u32 x, float scale) {  // of two float16
+    return pack<HALF>(to_float<true>((u16)x) * scale, to_float<true>((u16)(x >> 16)) * scale);
+  }
+  static __device__ __forceinline__ uint4 converted(u32 x, u32 y, float scale) {
+    u32 a, b, c, d;
+    unpack_fp8<false>(x, a, b);
+    unpack_fp8<false>(y, c, d);
+    return {scaled(a, scale), scaled(b, scale), scaled(c, scale), scaled(d, scale)};
+  }
+  // Where a lane's first 16 bytes of a tile's first square go; its second ones: 16 bytes across.
+  __device__ __forceinline__ u32 place(int slot) const {
+    return slot * TILE_BYTES + (warp * WARP_KEYS + lane / 4) * 128 + ((lane % 4 * 2) ^ (lane / 4)) * 16;
+  }
+  __device__ __forceinline__ void store(uint4 x, float scale, u32 at, int square) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint4 y = converted(e ? x.z : x.x, e ? x.w : x.y, scale);
+      *(uint4 *)(memory + (at ^ e * 16) + square * SQUARE_BYTES) = y;
+    }
+  }
+  // The rotated keys of a tile, and the bits of those that are seen, which a warp has for 16 keys.
+  __device__ __forceinline__ void copy_rest(const char *row, u32 at, u32 seen, int slot) const {
+    if (lane == 0 && warp % 2 == 0) ((u16 *)(memory + SEEN_AT))[slot * 4 + warp / 2] = (u16)seen;
+    const char *from = row + RANK / 128 * 4 + RANK + lane % 4 * 16;
+    at += shared + (SQUARES - 1) * SQUARE_BYTES;
+    cp_async_or_zero(at, from, true);
+    cp_async_or_zero(at ^ 16, from + 16, true);
+  }
+};
+
+__device__ __forceinline__ void convert_selected(const Params &p, char *memory, u32 shared,
+                                                 const Selection &of, Ahead ahead, int warp, int lane) {
+  const Converter converter{p, memory, shared, warp, lane};
+  mbarrier_arrive_behind_copies(shared + Q_FULL_AT);
+  const char *row = converter.row_of_lane(ahead.row);
+  uint4 x[HALF_SQUARES];
+#pragma unroll
+  for (int n = 0; n < HALF_SQUARES; ++n) x[n] = Converter::numbers(row, 0, n);
+  float2 scale = converter.scales(row, 0);
+  int phases = 0;  // a bit for each tile
+  for (int tile = 0; tile < of.segment.last; ++tile) {
+    const int slot = tile % 2;
+    const u32 at = converter.place(slot), seen = ahead.step(tile);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // first the half that is needed first; with the other one the rotated keys, whose square held weights
+      const int half = i ^ slot, then = half ^ (i ^ 1);  // of this tile, or of the next one
+      const u32 to = at + half * HALF_SQUARES * SQUARE_BYTES;
+      const u32 full = full_at(shared, slot, half * HALF_SQUARES);
+      const char *next = i ? converter.row_of_lane(ahead.row) : row;
+      const float2 next_scale = converter.scales(next, then);
+      // arrive: the warps that have this half of the columns, when their products with it have ended
+      mbarrier_wait(empty_at(shared, slot, half), (phases >> slot & 1) ^ 1);
+      if (i == 1) converter.copy_rest(row, at, seen, slot);
+#pragma unroll
+      for (int n = 0; n < HALF_SQUARES; ++n) {
+        converter.store(x[n], n < HALF_SQUARES / 2 ? scale.x : scale.y, to, n);
+        x[n] = Converter::numbers(next, then, n);
+        __syncwarp();  // else ptxas asks for all of them behind the last store
+      }
+      scale = next_scale;
+      row = next;
+      mbarrier_arrive_behind_copies(full);
+      if (lane == 0) mbarrier_arrive(full);
+    }
+    phases ^= 1 << slot;
+  }
+}

@@ -82,7 +82,11 @@ class ModuleSettings:
         modules = (holder for holder in self._holders.values() if isinstance(holder, nn.Module))
         self._classes = list({type(module) for module in modules})
         files = {kind.__module__: kind for kind in self._classes}
-        self._beside = [(file, name) for file, kind in files.items() for name in rotations_beside(kind)]
+        self._beside = [
+            (file, name, function)
+            for file, kind in files.items()
+            for name, function in rotations_beside(kind).items()
+        ]
         self._of_classes = self._class_forwards()
         self._known = {path: frozenset(vars(holder)) for path, holder in self._holders.items()}
         self._hold()
@@ -103,7 +107,8 @@ class ModuleSettings:
         return list(map(len, self._all))
 
     def _class_forwards(self) -> list[Any]:
-        beside = [vars(sys.modules[file]).get(name) for file, name in self._beside]
+        # a file that is no module any more is as it was
+        beside = [getattr(sys.modules.get(file), name, was) for file, name, was in self._beside]
         return [*(kind.forward for kind in self._classes), *beside]
 
     def changed(self) -> str | None:
@@ -112,7 +117,7 @@ class ModuleSettings:
         found = self._changed_settings(now) if _unlike(now, self._before) else None
         if forwards != self._of_classes:
             words = [f"the class {kind.__name__} has another forward" for kind in self._classes]
-            words += [f"{file} has another {name}" for file, name in self._beside]
+            words += [f"{file} has another {name}" for file, name, _ in self._beside]
             trios = zip(words, forwards, self._of_classes, strict=True)
             found = found or next(said for said, now, was in trios if now != was)
         if sizes != self._sizes:
@@ -143,7 +148,9 @@ class ModuleSettings:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleSettings":
         """Of copies of the holders."""
         copied = memo[id(self)] = object.__new__(ModuleSettings)
-        kept = {name: x for name, x in vars(self).items() if name not in ("_all", "_owners", "_names")}
-        vars(copied).update(copy.deepcopy(kept, memo))
+        of_classes = {"_beside": self._beside, "_of_classes": self._of_classes}  # which are the copies', too
+        made = ("_all", "_owners", "_names", *of_classes)
+        kept = {name: x for name, x in vars(self).items() if name not in made}
+        vars(copied).update(copy.deepcopy(kept, memo) | of_classes)
         copied._hold()
         return copied

@@ -72,12 +72,15 @@ class Adapted(torch.nn.Module):
         return self.base_layer(x) * self.scaling[self.active_adapters[0]]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_an_adapter_switched_to_and_fro_between_steps(model: Any, graphs: bool) -> None:
-    """Blocks of a request that the other one computed are not found under this one; graphs refuse it."""
+@pytest.mark.parametrize(("graphs", "later"), [(False, False), (False, True), (True, False)])
+def test_an_adapter_switched_to_and_fro_between_steps(model: Any, graphs: bool, later: bool) -> None:
+    """Blocks of a request that the other one computed are not found under this one; graphs refuse it. Without
+    graphs the layer may come ``later`` than the engine."""
     attention = model.model.layers[0].self_attn
-    attention.v_proj = adapted = Adapted(attention.v_proj)
+    adapted = Adapted(attention.v_proj)
+    attention.v_proj = attention.v_proj if later else adapted
     generator = made(model, graphs=graphs, prefix_cache=True, prefill_chunk_size=8)
+    attention.v_proj = adapted
     [want] = generator.generate([PROMPTS[0]], PARAMS)
     generator.reset_prefix_cache()
     request = generator.submit(PROMPTS[0], PARAMS)

@@ -3,6 +3,7 @@ others around the fused parts, parts that are called by themselves, and wrappers
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,6 +238,28 @@ def test_a_rotation_that_a_library_replaced_is_run(name: str, monkeypatch: pytes
     assert set(report.skipped["rope"].values()) == {f"its {name} is another library's"}
     with pytest.raises(ArgumentError, match=f"modeling_llama has another {name}"):
         logits(fused)
+
+
+def test_rotations_of_copies_and_of_files_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation may be any callable: a copy of the model still runs the one of its class's file."""
+    monkeypatch.setattr(modeling_llama, "rotate_half", Rotation(modeling_llama.rotate_half))
+    model = build("Llama")
+    fuse(model, count=False)
+    want = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), want)
+    monkeypatch.delitem(sys.modules, modeling_llama.__name__)
+    assert torch.equal(logits(model), want)
+
+
+class Rotation(nn.Module):
+    """A function as a module, as libraries of kernels make them."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
 
 
 @pytest.fixture

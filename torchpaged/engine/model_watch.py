@@ -33,8 +33,7 @@ class ModelWatch:
     def __init__(self, model: Any, captured: bool, shares: bool) -> None:
         self._model, self._captured, self._shares = model, captured, shares
         self._state, self._moves = ModelState.of(model), MOVES[0]
-        self._num_writes = self._state.num_writes()
-        self._adapts = self._state.has_adapters and (captured or shares)
+        self._num_writes, self._adapts = self._state.num_writes(), self._state.has_adapters
         self._looked = self.is_due = self._is_half = False
 
     def at_request(self) -> bool:
@@ -108,6 +107,7 @@ class ModelWatch:
         if self._shares:
             if not self._captured and self._state.changed() is not None:
                 self._state, forget = ModelState.of(self._model), True
+                self._adapts = self._state.has_adapters
             num_writes = self._state.num_writes()
             forget = forget or num_writes != self._num_writes
             self._num_writes = num_writes

@@ -45,6 +45,11 @@ def want(built: tuple[Any, torch.Tensor]) -> torch.Tensor:
     return built[1]
 
 
+def test_mistral4_is_one_of_them() -> None:
+    """No table of transformers maps it to a CausalLM, by which one that is missing here would be found."""
+    assert FAMILIES["mistral4"].caches_latents
+
+
 @pytest.mark.parametrize(
     "model_type", sorted(name for name, family in FAMILIES.items() if family.caches_latents)
 )

@@ -6,8 +6,8 @@ SCHEMAS = {
     # k [T, num_kv_heads, head_dim], v [T, num_kv_heads, head_dim_v], caches [num_blocks, block_size,
     # num_kv_heads, .], slot_mapping [T] int64 = block * block_size + offset, -1 = skip; SCALES: float32
     # scalars of fp8 caches. are_query_tokens: promises that a paged_attention follows of which these are the
-    # query tokens, and in which no request reads them as context; it may then be launched early. Changes no
-    # result.
+    # query tokens, and in which no request reads them as context; it may then be launched early, and reads
+    # slots and positions early (docs/stream_order.md). Changes no result.
     "write_kv": f"""(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,
         {SCALES}, *, bool are_query_tokens=False) -> ()""",
     # q [T, num_heads, head_dim], k, v, caches, slot_mapping and scales as in write_kv, positions [T] int64,

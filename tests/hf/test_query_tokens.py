@@ -31,14 +31,15 @@ BART: dict[str, Any] = {
 
 
 class Writes(TorchDispatchMode):
-    """``(tokens, are_query_tokens)`` of every `write_kv` and `rope_write_latent`."""
+    """``(tokens, are_query_tokens)`` of every `write_kv`, `rope_write_kv` and `rope_write_latent`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().startswith(("torchpaged::write_kv", "torchpaged::rope_write_latent")):
+        names = ("torchpaged::write_kv", "torchpaged::rope_write_kv", "torchpaged::rope_write_latent")
+        if func.name().startswith(names):
             self.seen.append((len(args[0]), (kwargs or {}).get("are_query_tokens", False)))
         return func(*args, **(kwargs or {}))
 
@@ -67,6 +68,19 @@ def test_a_fused_model_over_latents_writes_its_query_tokens() -> None:
     fuse(model)
     writes = written(model, PagedCache(model.config, 8, 64), **inputs)
     assert writes == [(inputs["input_ids"].numel(), n > 0) for n in range(model.config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_fused_model_whose_rows_share_positions_lets_nothing_start_early(each: bool) -> None:
+    """Its layers copy them right in front of the write, which reads positions early where it may."""
+    model = tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    fuse(model)
+    positions = torch.arange(3)[None]
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
+    inputs["position_ids"] = positions.repeat(2, 1) if each else positions
+    writes = written(model, PagedCache(model.config, 2, 64), **inputs)
+    assert writes == [(6, False), *[(6, each)] * (model.config.num_hidden_layers - 1)]
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

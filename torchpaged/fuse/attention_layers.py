@@ -129,7 +129,10 @@ class AttentionPlan(MixerPlan):
         """By one op, with the norms of q and k; the rotated q."""
         q_out, cached = torch.empty_like(q, memory_format=torch.contiguous_format), step.cached
         pools = cached.keys, cached.values
-        options = {"are_query_tokens": cached.writes_query_tokens(rows), **cached.scales, **self.head_norms}
+        # With the mark positions are read early, which a copy of them right in front is not there for.
+        given = step.position_ids.numel() == positions.shape[0] and step.position_ids.is_contiguous()
+        mark = given and cached.writes_query_tokens(rows)
+        options = {"are_query_tokens": mark, **cached.scales, **self.head_norms}
         step.ops.rope_write_kv(q, k, v, positions, cos_sin, rows.slot_mapping, q_out, *pools, **options)
         return q_out
 

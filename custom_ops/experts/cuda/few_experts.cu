@@ -31,13 +31,13 @@ static_assert(sizeof(Params) == 168, "as custom_ops/experts/cuda/few_experts.py 
 
 constexpr int WARPS = 8, THREADS = WARPS * 32, TOKENS = 8, MAX_PAIRS = TOKENS * TOP_K, MAX_EXPERTS = 512;
 constexpr int PIECE = 128, LINE = PIECE * 2, STAGE_BYTES = 16 * LINE;  // columns, bytes of a row, of a piece
-constexpr int STAGES = 4;  // pieces of a warp on their way or in use (docs/log/experts.md)
+constexpr int STAGES = 4;  // pieces of a warp on their way or in use (docs/log/experts_few.md)
 constexpr int SHARED_PIECES = SHARED / PIECE, INNER_PIECES = INNER / PIECE, TURNS = HIDDEN / (PIECE * WARPS);
 constexpr int SHARED_UNITS = SHARED / 8, INNER_UNITS = INNER / 8, TILES = HIDDEN / 16;
 static_assert(HIDDEN % (PIECE * WARPS) == 0 && INNER % PIECE == 0 && SHARED % PIECE == 0, "whole pieces");
 
 // read_once() as the number that it is: ptxas 13 may lose a createpolicy, but not what reads its register
-// (docs/log/experts.md).
+// (docs/log/experts_few.md).
 constexpr u64 READ_ONCE = 0x12f0000000000000;
 
 // The experts that a token chose, each once, in ascending order: what a token gets does not depend on what

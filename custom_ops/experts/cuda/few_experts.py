@@ -89,11 +89,6 @@ def why_not(call: ExpertsCall, capability: tuple[int, int]) -> str | None:
     return unaligned(*rows)
 
 
-def why_slower(call: ExpertsCall) -> str | None:
-    """Why Triton's kernels may be faster for a call that `why_not` lets pass, or None."""
-    return "no shared expert: not measured against Triton's" if call.shared_down is None else None
-
-
 def apply_few(call: ExpertsCall) -> None:
     """Launch a checked call that `why_not` lets pass."""
     x, gate_up, down, ids = call.x, call.gate_up, call.down, call.ids

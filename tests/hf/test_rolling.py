@@ -137,6 +137,20 @@ def test_turns_and_cuts() -> None:
     check(ids[:, :7], 7)
 
 
+def test_tokens_taken_back_one_by_one_are_as_many_as_at_once() -> None:
+    """What was written over ahead of the first of them is lost to the later ones, too."""
+    model, taken = paged("Mistral"), []
+    for count in (1, 2, 3, 4):
+        cache = PagedCache(model.config, 1, 64, **SIZES)
+        with torch.no_grad():
+            model(torch.randint(3, 99, (1, 40)), past_key_values=cache)
+        with pytest.raises(ArgumentError, match="sliding_step"):
+            for _ in range(40 // count):
+                cache.crop(-count)
+        taken.append(40 - int(cache.get_seq_length()))
+    assert all(0 <= taken[0] - of_several < count for count, of_several in enumerate(taken, 1)), taken
+
+
 def test_an_assistant_and_prompt_lookup() -> None:
     prompt = {"input_ids": torch.randint(3, 99, (1, 30), generator=torch.Generator().manual_seed(5))}
     call = {**prompt, "max_new_tokens": 24, "do_sample": False}

@@ -19,7 +19,9 @@ constexpr int TOKENS = NT * 8;
 // columns of out per tile; GATED: each has a gate row and an up row
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;
 constexpr int OUT_WIDTH = GATED ? OUT_FEATURES / 2 : OUT_FEATURES;
-constexpr bool EDGE_N = OUT_WIDTH % OUT_ROWS != 0;
+// Whether tiles reach behind the last column; linear_sum.cu has all rows of linear_large.cu's.
+constexpr int TILE_ROWS = K_PARTS > 1 ? ROW_WARPS * MT * (GATED ? 32 : 64) : OUT_ROWS;
+constexpr bool EDGE_N = OUT_WIDTH % TILE_ROWS != 0;
 constexpr int CHUNKS = (IN_FEATURES + 63) / 64;
 constexpr int LINE = 128;                                 // bytes of a chunk's 64 numbers
 #if CLUSTER > 1

@@ -21,6 +21,8 @@ CASES: dict[str, tuple[int, tuple[int, int], str, bool, LargeShape]] = {
     "parts": (65, (128, 776), "none", True, LargeShape(80, 2, 1, 4)),
     "short tiles": (80, (128, 1032), "none", True, LargeShape(80, 1, 1, 4)),
     "an edge": (66, (72, 200), "none", True, LargeShape(80, 1, 1, 2)),
+    "an edge between warps": (66, (80, 200), "none", True, LargeShape(80, 1, 1, 2)),
+    "an edge between warpgroups": (66, (192, 200), "silu", False, LargeShape(80, 2, 1, 2)),
     "an edge of one part": (66, (200, 200), "none", False, LargeShape(80, 2, 1, 1)),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import fused_models
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from models import padded_prompts, tiny
 from sessions import KEPT, semaphore_of
 from torch._inductor.utils import run_and_get_code
@@ -81,6 +82,19 @@ def test_a_fused_model_whose_rows_share_positions_lets_nothing_start_early(each:
     inputs["position_ids"] = positions.repeat(2, 1) if each else positions
     writes = written(model, PagedCache(model.config, 2, 64), **inputs)
     assert writes == [(6, False), *[(6, each)] * (model.config.num_hidden_layers - 1)]
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_slots_that_a_later_layer_makes_are_not_read_early(query_len: int) -> None:
+    """Layers with rings and layers without make their own, of several tokens right in front of a write."""
+    model = model_of("gemma2", "torchpaged")
+    cache = PagedCache(model.config, 2, 64, block_size=4, sliding_step=8)
+    with torch.no_grad():
+        model(torch.ones(2, 6, dtype=torch.long), past_key_values=cache)
+    assert {layer.rolls for layer in cache.paged} == {True, False}
+    writes = written(model, cache, input_ids=torch.ones(2, query_len, dtype=torch.long))
+    count = 2 * query_len
+    assert writes == [(count, False), *[(count, query_len == 1)] * (len(cache.paged) - 1)]
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

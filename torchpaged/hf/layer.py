@@ -163,9 +163,13 @@ class PagedLayer(LayerPools):
         """``are_query_tokens`` of this layer's write in a forward. The first layer moves the step on right in
         front of its write, by ordinary kernels that the attention must not overtake: its write holds the
         attention back. So does the write of a layer that reads prefixes once, whose attention is several
-        launches."""
+        launches. With the mark slots are read early: those of several tokens per row are made right in front
+        of a write where compiled code puts them, and by the first layer of each table."""
         once = self.reads_once and step.prefixes is not None
-        return self.owner.keys_of_queries and not self.is_first and not once
+        rows = self.owner.rows
+        lone = rows is None or (rows.rolling is None and not torch.compiler.is_compiling())
+        made_before = step.max_query_len == 1 or lone
+        return self.owner.keys_of_queries and not self.is_first and not once and made_before
 
     def takes_at_once(self, query_len: int) -> bool:
         """Whether it can write ``query_len`` tokens per row before the first of them attends."""

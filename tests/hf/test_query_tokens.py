@@ -7,7 +7,6 @@ from typing import Any
 import fused_models
 import pytest
 import torch
-from model_coverage.architectures import model_of
 from models import padded_prompts, tiny
 from sessions import KEPT, semaphore_of
 from torch._inductor.utils import run_and_get_code
@@ -52,14 +51,17 @@ def written(model: PreTrainedModel, cache: Any, **inputs: torch.Tensor) -> list[
 
 
 def test_a_decoder_writes_its_query_tokens() -> None:
-    """The first layer's write comes right behind what it computes of the step, and lets nothing
-    start early."""
+    """The first layer's write comes right behind what it computes of the step, and lets nothing start early;
+    nor does any write of several tokens per row, whose slots are made there."""
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
-    writes = written(model, PagedCache(model.config, 8, 64), **inputs)
-    num_tokens, others = inputs["input_ids"].numel(), model.config.num_hidden_layers - 1
+    cache = PagedCache(model.config, 8, 64)
+    rows, num_tokens = len(inputs["input_ids"]), inputs["input_ids"].numel()
+    others = model.config.num_hidden_layers - 1
     assert others
-    assert writes == [(num_tokens, False), *[(num_tokens, True)] * others]
+    assert written(model, cache, **inputs) == [(num_tokens, False)] * (others + 1)
+    writes = written(model, cache, input_ids=torch.ones(rows, 1, dtype=torch.long))
+    assert writes == [(rows, False), *[(rows, True)] * others]
     writes = written(model, PagedCache(model.config, 8, 64, dense=True), **inputs)
     assert writes == [(num_tokens, False)] * (others + 1)
 
@@ -67,8 +69,10 @@ def test_a_decoder_writes_its_query_tokens() -> None:
 def test_a_fused_model_over_latents_writes_its_query_tokens() -> None:
     model, inputs = fused_models.build("youtu"), padded_prompts()
     fuse(model)
-    writes = written(model, PagedCache(model.config, 8, 64), **inputs)
-    assert writes == [(inputs["input_ids"].numel(), n > 0) for n in range(model.config.num_hidden_layers)]
+    cache, rows = PagedCache(model.config, 8, 64), len(inputs["input_ids"])
+    written(model, cache, **inputs)
+    writes = written(model, cache, input_ids=torch.ones(rows, 1, dtype=torch.long))
+    assert writes == [(rows, n > 0) for n in range(model.config.num_hidden_layers)]
 
 
 @pytest.mark.parametrize("each", [True, False])
@@ -77,24 +81,11 @@ def test_a_fused_model_whose_rows_share_positions_lets_nothing_start_early(each:
     model = tiny("Llama")
     model.set_attn_implementation("torchpaged")
     fuse(model)
-    positions = torch.arange(3)[None]
-    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.long)}
-    inputs["position_ids"] = positions.repeat(2, 1) if each else positions
-    writes = written(model, PagedCache(model.config, 2, 64), **inputs)
-    assert writes == [(6, False), *[(6, each)] * (model.config.num_hidden_layers - 1)]
-
-
-@pytest.mark.parametrize("query_len", [1, 3])
-def test_slots_that_a_later_layer_makes_are_not_read_early(query_len: int) -> None:
-    """Layers with rings and layers without make their own, of several tokens right in front of a write."""
-    model = model_of("gemma2", "torchpaged")
-    cache = PagedCache(model.config, 2, 64, block_size=4, sliding_step=8)
-    with torch.no_grad():
-        model(torch.ones(2, 6, dtype=torch.long), past_key_values=cache)
-    assert {layer.rolls for layer in cache.paged} == {True, False}
-    writes = written(model, cache, input_ids=torch.ones(2, query_len, dtype=torch.long))
-    count = 2 * query_len
-    assert writes == [(count, False), *[(count, query_len == 1)] * (len(cache.paged) - 1)]
+    cache, ids = PagedCache(model.config, 2, 64), torch.ones(2, 3, dtype=torch.long)
+    written(model, cache, input_ids=ids)
+    positions = torch.tensor([[3], [3]] if each else [[3]])
+    writes = written(model, cache, input_ids=ids[:, :1], position_ids=positions)
+    assert writes == [(2, False), *[(2, each)] * (model.config.num_hidden_layers - 1)]
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

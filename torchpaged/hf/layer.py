@@ -163,12 +163,10 @@ class PagedLayer(LayerPools):
         """``are_query_tokens`` of this layer's write in a forward. The first layer moves the step on right in
         front of its write, by ordinary kernels that the attention must not overtake: its write holds the
         attention back. So does the write of a layer that reads prefixes once, whose attention is several
-        launches. With the mark slots are read early: those of several tokens per row are made right in front
-        of a write where compiled code puts them, and by the first layer of each table."""
+        launches. With the mark slots are read early: a cache of rows makes those of several tokens per row
+        right in front of a write, in its first forward of every one."""
         once = self.reads_once and step.prefixes is not None
-        rows = self.owner.rows
-        lone = rows is None or (rows.rolling is None and not torch.compiler.is_compiling())
-        made_before = step.max_query_len == 1 or lone
+        made_before = step.max_query_len == 1 or self.owner.rows is None
         return self.owner.keys_of_queries and not self.is_first and not once and made_before
 
     def takes_at_once(self, query_len: int) -> bool:

@@ -17,7 +17,7 @@ from torchpaged.custom_ops.indexer.check import check_index_logits
 
 TILE, WIDTH = 64, 128
 MAX_HEADS, MAX_TOKENS = 64, 512
-_WARPGROUPS, _STAGES = 3, 4
+_WARPGROUPS, _STAGES = 3, 3
 #: Of one token the Triton kernel is faster over so many keys: over 8,192, and over 32,768 it is as fast
 #: (docs/log/indexer.md).
 _FEW_KEYS = 16384

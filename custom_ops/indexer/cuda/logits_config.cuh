@@ -8,4 +8,4 @@ inline constexpr bool HALF = false;            // numbers of 16 bits are float16
 inline constexpr bool FP8 = true;              // keys are e4m3 with a scale each, else of 16 bits
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
 inline constexpr int WARPGROUPS = 3;           // warpgroups of a CTA
-inline constexpr int STAGES = 4;               // tiles of keys on their way or in use, of each warpgroup
+inline constexpr int STAGES = 3;               // tiles of keys on their way or in use, of each warpgroup

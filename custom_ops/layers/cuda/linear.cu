@@ -42,12 +42,6 @@ __device__ __forceinline__ u32 scale(u32 x, float low, float high) {
   return pack<HALF>(to_float<HALF>((u16)x) * low, to_float<HALF>((u16)(x >> 16)) * high);
 }
 
-__device__ __forceinline__ u32 multiprocessors() {
-  u32 count;
-  asm("mov.u32 %0, %%nsmid;" : "=r"(count));
-  return count;
-}
-
 extern "C" __global__ void CLUSTERED __launch_bounds__(MOST_THREADS, CTAS_PER_SM)
     linear(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
@@ -103,14 +97,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(MOST_THREADS, CTAS_PER_SM
     }
   };
 
-  // Where not all CTAs find a place beside the kernel ahead, the last ones begin when its own are leaving.
-  const bool late = blockIdx.x >= multiprocessors() && gridDim.x * 5 <= multiprocessors() * 9;
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     load_weights(s, s);
     cp_async_commit();
     // one by one: a flood of them would hold up the x of the kernel that still runs
-    if (PDL && s < STAGES - 1 && !late) cp_async_wait<0>();
+    if (PDL && s < STAGES - 1) cp_async_wait<0>();
   }
   if constexpr (NORM) {
     uint4 early[STAGES];

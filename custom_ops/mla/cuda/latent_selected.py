@@ -15,7 +15,7 @@ from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_conf
 
 #: Heads of a CTA; fewer than so many leave most of its products empty; tiles of heads, of all tokens, from
 #: which on it is faster than other kernels, and so with rows of fp8 (docs/log/sparse_many.md).
-ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 16, 32
+ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 16, 24
 
 
 def why_not(call: LatentCall) -> str | None:

@@ -51,6 +51,15 @@ struct Converter {
       *(uint4 *)(memory + (at ^ e * 16) + square * SQUARE_BYTES) = y;
     }
   }
+  // A row of the next tile, whose first numbers are loaded half a tile later: lines of 128 bytes, one or two of
+  // each of four lanes.
+  __device__ __forceinline__ void ask_l2(int rows) const {
+    const int row = __shfl_sync(ALL, rows, warp % 2 * 8 + lane / 4);
+    if (row < 0) return;
+    const char *at = row_from(p, row) + lane % 4 * 128;
+    prefetch_l2(at);
+    if (lane % 4 < 2) prefetch_l2(at + 512);
+  }
   // The rotated keys of a tile, and the bits of those that are seen, which a warp has for 16 keys.
   __device__ __forceinline__ void copy_rest(const char *row, u32 at, u32 seen, int slot) const {
     if (lane == 0 && warp % 2 == 0) ((u16 *)(memory + SEEN_AT))[slot * 4 + warp / 2] = (u16)seen;
@@ -74,6 +83,7 @@ __device__ __forceinline__ void convert_selected(const Params &p, char *memory, 
   for (int tile = 0; tile < of.segment.last; ++tile) {
     const int slot = tile % 2;
     const u32 at = converter.place(slot), seen = ahead.step(tile);
+    converter.ask_l2(ahead.row);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // first the half that is needed first; with the other one the rotated keys, whose square held weights

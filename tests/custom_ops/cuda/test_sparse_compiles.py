@@ -219,7 +219,7 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
     fp8 = {"kv_cache": torch.empty(5, 64, 1, 656, dtype=torch.float8_e4m3fn, device="meta")}
     for changed in (
         {},
-        {"tokens": 32, **fp8},
+        {"tokens": 24, **fp8},
         {"dtype": torch.float16},
         {"heads": 33},
         {"tokens": 8, "heads": 65},
@@ -229,7 +229,7 @@ def test_which_calls_the_kernel_of_many_heads_takes(monkeypatch: pytest.MonkeyPa
         assert latent_selected.why_not(call) is None and mla_attention.route(call) is None
     for changed, said in (
         ({"tokens": 15}, "15 tokens of 64 heads"),
-        ({"tokens": 31, **fp8}, "31 tokens of 64 heads"),
+        ({"tokens": 23, **fp8}, "23 tokens of 64 heads"),
         ({"heads": 32}, "64 tokens of 32 heads"),
         ({"rank": 256, "width": 320}, "256 + 64 columns"),
         (

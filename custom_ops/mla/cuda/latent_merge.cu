@@ -54,23 +54,23 @@ latent_merge(const __grid_constant__ Params p) {
   const int offset = cut.behind ? p.row_tiles * SLOT_FLOATS : 0,  // of the first part
             thread = threadIdx.x, lane = thread % 32;
   const int places = 128 >> fine, neighbour = thread >> (7 - fine), neighbours = WAYS << fine;
-  // neighbours take units of their own, of two parts two at once, or of many parts a share each
+  // neighbours take units of their own, or of many parts a share each
   const int ways = parts <= DEPTH ? 1 : parts <= DEPTH * 2 ? 2 : neighbours, way = neighbour & ways - 1,
             step = share * (neighbours / ways), first_unit = mine + neighbour / ways * share;
-  const bool two = QUERY_ROWS && parts <= DEPTH / 2;
   float4 x[DEPTH];
   const auto part_at = [&](int part) { return first + part * stride + (part ? 0 : offset); };
   const auto ask = [&](int from, int i) {  // for parts of a unit's place
+    const int unit = i >> fine, place_in = (i - (unit << fine)) * places + (thread & places - 1);
+    const float *here = part_at(from) + (unit * 128 + place_in) * 4;
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      const int part = two ? d % 2 : from + d * ways, unit = two ? i + d / 2 * step : i,
-                place_in = (unit & (1 << fine) - 1) * places + (thread & places - 1);
+      const int part = from + d * ways;
       x[d] = {0.f, 0.f, 0.f, 0.f};
-      if (part < parts && unit < units)
-        x[d] = load_l2((const float4 *)(part_at(part) + ((unit >> fine) * 128 + place_in) * 4));
+      if (part < parts) x[d] = load_l2((const float4 *)here);
+      here += ways * stride - (part ? 0 : offset);
     }
   };
-  ask(way, first_unit);
+  if (first_unit < units) ask(way, first_unit);
   // neighbours read states of the same part, which lie next to each other
   const int state_row = thread % ROWS, state_way = thread / ROWS;
   float2 found = {FLOOR, 0.f};
@@ -113,20 +113,18 @@ latent_merge(const __grid_constant__ Params p) {
     w = exp2_(w - levels[state_row].x) * levels[state_row].y;
   }
   __syncthreads();
-  for (int begin = mine, turn = 0; begin < units; begin += turn == two ? step << two : 0, turn ^= two) {
-    const int asked = first_unit - mine + begin, i = asked + turn * step;
+  for (int begin = mine; begin < units; begin += step) {
+    const int i = begin - mine + first_unit;
     const int unit = i >> fine, place_in = (i - (unit << fine)) * places + (thread & places - 1);
     const int j = unit % BLOCKS_8, row = QUERY_ROWS ? place_in / 32 * 16 + lane / 4 : j * 8 + lane % 4 * 2,
               next = row + (QUERY_ROWS ? 8 : 1);
     float4 acc = {0.f, 0.f, 0.f, 0.f};
     for (int from = way; from < parts; from += ways * DEPTH) {
-      if (turn == 0 && (begin != mine || from != way)) ask(from, asked);
+      if (i < units && (i != first_unit || from != way)) ask(from, i);
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
-        const int part = two ? d % 2 : min(from + d * ways, parts - 1);  // no branches
-        const bool counts = !two || d / 2 == turn;
-        const float low = counts ? weight[part * ROWS + row] : 0.f,
-                    high = counts ? weight[part * ROWS + next] : 0.f;
+        const int part = min(from + d * ways, parts - 1);  // no branches
+        const float low = weight[part * ROWS + row], high = weight[part * ROWS + next];
         acc.x += x[d].x * low;
         acc.y += x[d].y * (QUERY_ROWS ? low : high);
         acc.z += x[d].z * (QUERY_ROWS ? high : low);

@@ -20,6 +20,7 @@ from specialisations import specialisation
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import ahead, compiles
+from torchpaged.custom_ops.layers.cuda.linear_large import MAX_TOKENS, large_shape
 from torchpaged.engine import Generator, SamplingParams, decisions, warm_up
 from torchpaged.engine.warm_up import step_forms
 from torchpaged.graphs.buckets import default_buckets
@@ -131,6 +132,17 @@ def test_steps_of_any_shape_take_kernels_of_the_forms(
             if least <= width <= columns and num_tokens > captured:
                 sizes = n, num_tokens, longest, width
                 assert not step_kernels(spec, *sizes, n) - known, sizes
+
+
+@pytest.mark.parametrize(("chunk", "captured"), [(512, 0), (512, 100), (200, 64), (100, 0), (2048, 256)])
+def test_products_of_up_to_256_tokens_are_found_at_the_start(chunk: int, captured: int) -> None:
+    """A kernel of ``linear_large.cu`` is for so many tokens, padded."""
+    known = {form.num_tokens for form in step_forms(64, chunk, 64, 16, captured=captured, num_sms=SMS)}
+    found = {large_shape(tokens, 4096, 14336, SMS) for tokens in known if tokens <= MAX_TOKENS}
+    least = max(captured, 64) + 1
+    needed = {large_shape(tokens, 4096, 14336, SMS) for tokens in range(least, min(chunk, MAX_TOKENS) + 1)}
+    assert None not in needed
+    assert needed <= found
 
 
 @pytest.mark.parametrize("stored", [False, True])

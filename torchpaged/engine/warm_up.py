@@ -77,7 +77,8 @@ def step_forms(
     batches = {*_FEW, *default_buckets(max_batch_size), num_sms // 2, num_sms, most}
     counts = [n for n in batches if 1 <= n <= most]
     shapes = {(n, n * q, q) for n in counts for q in (2, 4, MAX_DECODE_QUERY_LEN)}
-    shapes |= {(1, n, n) for n in default_buckets(64)}  # linear layers are cut for few tokens, too
+    # linear layers are cut for few tokens, too, and for every 16 of up to 256
+    shapes |= {(1, n, n) for n in (*default_buckets(64), *range(80, 257, 16))}
     shapes |= {(n, tokens := max(n - 1 + _LONG, least), tokens - n + 1) for n in counts}
     for n in _ALL_WIDTHS:
         if n <= most:

@@ -245,13 +245,13 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_of_the_warm_up_is_raised_and_leaves_nothing_behind(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = model.config._attn_implementation
     want = tokens(Generator(model, **SIZES))
     with monkeypatch.context() as patched:
         failing(patched)
         with pytest.raises(RuntimeError, match="no such kernel"):
             Generator(model, **SIZES, warm_up=True)
-        assert model.config._attn_implementation in (before, "torchpaged")
+        # transformers' own, or the library's while an engine of before is not collected yet
+        assert model.config._attn_implementation in ("sdpa", "torchpaged")
     assert tokens(Generator(model, **SIZES, warm_up=True)) == want
 
 

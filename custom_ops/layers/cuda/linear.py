@@ -113,9 +113,9 @@ def _large_shape(call: LinearCall) -> LargeShape | None:
     tokens, index = call.x.shape[0], call.x.device.index or 0
     if not MAX_TOKENS < tokens <= linear_large.MAX_TOKENS or unfit(call) is not None:
         return None
-    if gpu.capability(index) != (9, 0):
-        return None
     out_features, in_features = call.weight.shape
+    if gpu.capability(index) != (9, 0) or min(call.x.stride(0), call.weight.stride(0)) < in_features:
+        return None  # also rows that overlap, which cuBLASLt is not given either
     return linear_large.large_shape(tokens, out_features, in_features, gpu.num_sms(index))
 
 

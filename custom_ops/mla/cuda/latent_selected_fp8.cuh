@@ -51,8 +51,8 @@ struct Converter {
       *(uint4 *)(memory + (at ^ e * 16) + square * SQUARE_BYTES) = y;
     }
   }
-  // A row of the next tile, whose first numbers are loaded half a tile later: lines of 128 bytes, one or two of
-  // each of four lanes.
+  // A row of the next tile, whose first numbers are loaded half a tile later: lines of 128 bytes, one or two
+  // of each of four lanes.
   __device__ __forceinline__ void ask_l2(int rows) const {
     const int row = __shfl_sync(ALL, rows, warp % 2 * 8 + lane / 4);
     if (row < 0) return;

@@ -50,7 +50,7 @@ def test_a_product_without_an_algorithm_is_torchs(
     x, weight, out = at(room, 0), torch.eye(128, dtype=torch.bfloat16), torch.empty(ROWS, 128).bfloat16()
     x.fill_(3)
     monkeypatch.setattr(blaslt, "takes", lambda *tensors: True)
-    linear_op._large(x, weight, out, None, x)
+    linear_op._cublas(x, weight, out, None, x)
     assert torch.equal(out, torch.full_like(out, 6))
 
 

@@ -65,3 +65,12 @@ def test_matches_float64(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_races(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight alone is read before the wait for the kernels ahead."""
     assert_no_races(("weight",), test_matches_float64, case, tmp_path, monkeypatch)
+
+
+def test_rows_that_overlap_are_left_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda _: 132)
+    x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (128, 28672))
+    out = torch.empty(128, 28672, dtype=torch.bfloat16)
+    assert linear._large_shape(linear.LinearCall(x, weight, out)) is not None
+    assert linear._large_shape(linear.LinearCall(x[:1].expand(128, -1), weight, out)) is None

@@ -104,9 +104,10 @@ class Config:
 
     def text(self) -> str:
         """The header."""
-        kernels = self.table.kernels
+        *others, last = self.table.kernels
+        kernels = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         about = (
-            f"What {' and '.join(kernels)} {'is' if len(kernels) == 1 else 'are'} compiled for. Generated: "
+            f"What {kernels} compiled for. Generated: "
             "each specialisation has one of its own. The file of this name in the repository is an example, "
             f"{self.table.example}, and no kernel is compiled with it."
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import ahead
-from torchpaged.custom_ops.cuda import gpu, jit, loaded_kernel
+from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import require_gpu
@@ -56,7 +56,7 @@ def linear(call: LinearCall) -> None:
     kernel.launch(shape.grid(weight.shape[0]), shape.threads, _params(call, shape), early=early)
 
 
-def _small_params(call: LinearCall) -> ctypes.Structure:
+def _plain_params(call: LinearCall) -> ctypes.Structure:
     x, weight, out, bias, scale, residual, norm_weight = call[:7]
     return struct_of("linear.cu")(
         *map(address, (x, weight, bias, scale, residual, norm_weight, out)),
@@ -70,19 +70,19 @@ def _small_params(call: LinearCall) -> ctypes.Structure:
 
 
 def _params(call: LinearCall, shape: LinearShape) -> ctypes.Structure:
-    x, weight, params = call.x, call.weight, _small_params(call)
+    params = _plain_params(call)
     if not shape.wide:
         return params
-    of_weight = _map(
-        weight.data_ptr(),
-        *weight.shape,
-        weight.stride(0),
-        shape.rows,
-        weight.dtype,
-        pairs=call.activation != "none",
-    )
-    of_x = _map(x.data_ptr(), *x.shape, x.stride(0), max(token_bucket(x.shape[0]), 8), x.dtype)
-    return struct_of("linear_wide.cu", "BulkParams")(of_weight, of_x, params)
+    maps = _maps(call, shape.rows, max(token_bucket(call.x.shape[0]), 8))
+    return struct_of("linear_wide.cu", "BulkParams")(*maps, params)
+
+
+def _maps(call: LinearCall, rows: int, tokens: int) -> tuple[ctypes.Array[Any], ctypes.Array[Any]]:
+    """The tensor maps of the weight, in boxes of ``rows`` rows, and of x, in boxes of ``tokens``."""
+    weight, x = call.weight, call.x
+    at, stride, pairs = weight.data_ptr(), weight.stride(0), call.activation != "none"
+    of_weight = _map(at, *weight.shape, stride, rows, weight.dtype, pairs=pairs)
+    return of_weight, _map(x.data_ptr(), *x.shape, x.stride(0), tokens, x.dtype)
 
 
 @functools.cache
@@ -121,15 +121,12 @@ def _large_shape(call: LinearCall) -> LargeShape | None:
 
 def _launch_large(call: LinearCall, shape: LargeShape) -> None:
     """Launch on a call without norm."""
-    x, weight, index = call.x, call.weight, call.x.device.index or 0
-    width, early = weight.shape[0], gpu.launches_early(index)
+    index, width = call.x.device.index or 0, call.weight.shape[0]
+    early, params = gpu.launches_early(index), _plain_params(call)
     kernel, of_sum = _large_kernels(index, LinearSpec.of(call), shape)
-    pairs = call.activation != "none"
-    at, stride = weight.data_ptr(), weight.stride(0)
-    of_weight = _map(at, *weight.shape, stride, shape.rows, weight.dtype, pairs=pairs)
-    of_x = _map(x.data_ptr(), *x.shape, x.stride(0), shape.tokens, x.dtype)
-    parts, params = x.new_empty(shape.parts(width), dtype=torch.float32), _small_params(call)
-    packed = struct_of("linear_large.cu", "LargeParams")(of_weight, of_x, params, parts.data_ptr())
+    parts = call.x.new_empty(shape.parts(width), dtype=torch.float32)
+    maps = _maps(call, shape.rows, shape.tokens)
+    packed = struct_of("linear_large.cu", "LargeParams")(*maps, params, parts.data_ptr())
     kernel.launch(shape.grid(width), shape.threads, packed, early=early)
     if of_sum is not None:
         packed = struct_of("linear_sum.cu", "SumParams")(params, parts.data_ptr())
@@ -137,21 +134,17 @@ def _launch_large(call: LinearCall, shape: LargeShape) -> None:
 
 
 @functools.cache
-def _large_kernels(
-    index: int, spec: LinearSpec, shape: LargeShape
-) -> tuple[loaded_kernel.Kernel, loaded_kernel.Kernel | None]:
+def _large_kernels(index: int, spec: LinearSpec, shape: LargeShape) -> tuple[jit.Kernel, jit.Kernel | None]:
     """The kernel of these shapes and features, and the one that adds its parts, if there are any."""
     device, early, shared = torch.device("cuda", index), gpu.launches_early(index), shape.shared_bytes
-    config, of_sum = (
-        make(spec, shape, early=early) for make in (linear_large.large_config, linear_large.sum_config)
-    )
-    if shape.k_parts == 1:
-        return jit.kernel("linear_large.cu", "linear_large", config, device, shared_bytes=shared), None
-    jit.compile_ahead("linear_sum.cu", of_sum, gpu.capability(index))
-    return (
-        jit.kernel("linear_large.cu", "linear_large", config, device, shared_bytes=shared),
-        jit.kernel("linear_sum.cu", "linear_sum", of_sum, device, shared_bytes=0),
-    )
+    config, of_sum = linear_large.large_config(spec, shape, early=early), None
+    if shape.k_parts > 1:
+        of_sum = linear_large.sum_config(spec, shape, early=early)
+        jit.compile_ahead("linear_sum.cu", of_sum, gpu.capability(index))
+    kernel = jit.kernel("linear_large.cu", "linear_large", config, device, shared_bytes=shared)
+    if of_sum is None:
+        return kernel, None
+    return kernel, jit.kernel("linear_sum.cu", "linear_sum", of_sum, device, shared_bytes=0)
 
 
 def unsupported(call: LinearCall) -> str | None:

@@ -1,4 +1,4 @@
-// What linear.cu and linear_wide.cu and linear_large.cu and linear_sum.cu are compiled for. Generated: each
+// What linear.cu, linear_wide.cu, linear_large.cu and linear_sum.cu are compiled for. Generated: each
 // specialisation has one of its own. The file of this name in the repository is an example, the output
 // projection of Llama 3 8B for up to 64 tokens on Hopper, and no kernel is compiled with it.
 #pragma once
@@ -17,13 +17,13 @@ inline constexpr bool PDL = true;              // launched early: programmatic d
 inline constexpr bool LAUNCH_FIRST = false;    // linear.cu: the next kernel may start with this one
 inline constexpr int X_ROWS = 64;              // linear.cu: tokens that shared memory has room for
 inline constexpr int NT = 8;                   // groups of 8 tokens that are multiplied
-// tiles of 16 rows per warp; linear_wide.cu: of 64 per CTA, or per warpgroup
+// tiles of 16 rows per warp; wide: of 64 per CTA; large: of 64 per warpgroup
 inline constexpr int MT = 1;
 // warps, or warpgroups of linear_large.cu, with rows of their own
 inline constexpr int ROW_WARPS = 1;
 inline constexpr int K_WARPS = 1;              // linear.cu: such groups of a CTA; chunks go round them
 inline constexpr int STAGES = 10;              // chunks of k on their way or in use, per group
-inline constexpr int EARLY_STAGES = 6;         // linear_wide.cu: of them, before the kernels ahead have ended
+inline constexpr int EARLY_STAGES = 6;         // wide, large: of them, before the kernels ahead have ended
 inline constexpr int CTAS_PER_SM = 1;          // that registers must suffice for
 // linear_large.cu: CTAs that share out a tile's k, and leave parts
 inline constexpr int K_PARTS = 1;

@@ -1,4 +1,4 @@
-// What selected.cu and selected_few.cu and selected_few_merge.cu are compiled for. Generated: each
+// What selected.cu, selected_few.cu and selected_few_merge.cu are compiled for. Generated: each
 // specialisation has one of its own. The file of this name in the repository is an example, DeepSeek-V3.2 on
 // eight GPUs, 8 query tokens, and no kernel is compiled with it.
 #pragma once

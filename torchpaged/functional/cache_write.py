@@ -43,9 +43,9 @@ def write_kv(
             ``x / scale``.
         are_query_tokens: promises that the next `paged_attention` over these pools has exactly these tokens
             as its query tokens, and that none of them is context of a request in it. It may then start while
-            this write runs, which saves a microsecond or two on Hopper. And that the kernel right in front
-            does not write ``slot_mapping``, which is read before that one has ended. Without the promise any
-            call may follow.
+            this write runs, which saves a microsecond or two on Hopper. It promises, too, that the kernel
+            right in front does not write ``slot_mapping``, which is read before that kernel has ended.
+            Without the promise any call may follow.
         ops: whose kernels to run; default: those of the backend that every other entry point would choose.
 
     Raises:
@@ -122,8 +122,8 @@ def rope_write_kv(
             ``(i, i + rotary_dim // 2)`` (NeoX, Llama).
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools: what is stored is
             ``x / scale``, saturated.
-        are_query_tokens: as in `write_kv`; that kernel does not write ``positions``, ``cos_sin`` or a norm
-            weight either.
+        are_query_tokens: as in `write_kv`; the kernel right in front does not write ``positions``,
+            ``cos_sin`` or a norm weight either.
         ops: whose kernels to run; default: as the module docstring says.
 
     Returns:

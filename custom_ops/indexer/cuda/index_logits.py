@@ -18,8 +18,8 @@ from torchpaged.custom_ops.indexer.check import check_index_logits
 TILE, WIDTH = 64, 128
 MAX_HEADS, MAX_TOKENS = 64, 512
 _WARPGROUPS, _STAGES = 3, 3
-#: Of one token the Triton kernel is faster over so many keys: over 8,192, and over 32,768 it is as fast
-#: (docs/log/indexer.md).
+#: With one token and at most so many keys the Triton kernel is taken: it is faster over 8,192 and as fast
+#: over 32,768, and nothing between was timed (docs/log/indexer.md).
 _FEW_KEYS = 16384
 _DTYPES = (torch.bfloat16, torch.float16)
 

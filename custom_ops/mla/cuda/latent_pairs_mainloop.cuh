@@ -336,7 +336,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
       }
 #pragma unroll
       for (int i = 0; i < 128; ++i) acc[i] = 0.f;
-      // arrive: the warps that copy queries; the first ones all but one
+      // arrive: the warps that copy queries; of the first segment all but the one that asks for keys
       mbarrier_wait(shared + (first ? Q_FIRST_AT : Q_FULL_AT), SELECTED ? parity : first ? 0 : parity ^ 1);
       if (first) fence_async();  // lanes copied them
       first = false;

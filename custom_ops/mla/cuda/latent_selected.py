@@ -13,9 +13,11 @@ from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.call_params import call_params
 from torchpaged.custom_ops.mla.cuda.shape import WIDTHS, LatentSpec, latent_config, shared_bytes
 
-#: Heads of a CTA; fewer than so many leave most of its products empty; tiles of heads, of all tokens, from
-#: which on it is faster than other kernels, and so with rows of fp8 (docs/log/sparse_many.md).
-ROWS, MIN_HEADS, MIN_CTAS, MIN_FP8_CTAS = 64, 33, 16, 24
+#: Heads of a CTA. Fewer than `MIN_HEADS` leave most of its products empty.
+ROWS, MIN_HEADS = 64, 33
+#: Tiles of heads, of all tokens, from which on it is faster than other kernels; the second one with rows of
+#: fp8 (docs/log/sparse_many.md).
+MIN_CTAS, MIN_FP8_CTAS = 16, 24
 
 
 def why_not(call: LatentCall) -> str | None:

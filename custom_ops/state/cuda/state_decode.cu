@@ -12,20 +12,51 @@
 #include "state_decode_params.cuh"
 #include "state_decode_tile.cuh"
 
-// `prepare` of a token's key and query, as the kernel is given them.
+// One warp: a token's key and query as the passes over the state take them, {k, q} or {decay k, decay q, k,
+// decay} by row, and their product.
 __device__ __forceinline__ void prepare_token(const Params &p, char *memory, const Row &row, i64 token,
                                               int turn, int lane) {
   const int key_head = row.head / GROUP;
   const char *k_at = p.k + (token * p.k_token + key_head * p.k_head) * 2;
   const char *q_at = p.q + (token * p.q_token + key_head * p.q_head) * 2;
   const float *g_at = p.g + token * p.g_token + row.head * p.g_head;
-  prepare(
-      memory, turn, lane, p.scale, p.eps,
-      [&](int n, float *k, float *q) {
-        unpack_pair(*(const u32 *)(k_at + n * 2), k);
-        unpack_pair(*(const u32 *)(q_at + n * 2), q);
-      },
-      [&](int n) { return g_at[n]; });
+  constexpr int MINE = KEY_DIM / 32;
+  float k[MINE], q[MINE], kk = 0.f, qq = 0.f, kq = 0.f;
+#pragma unroll
+  for (int i = 0; i < MINE; i += 2) {
+    const int n = i * 32 + lane * 2;
+    unpack_pair(*(const u32 *)(k_at + n * 2), k + i);
+    unpack_pair(*(const u32 *)(q_at + n * 2), q + i);
+  }
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    kk += k[i] * k[i];
+    qq += q[i] * q[i];
+    kq += k[i] * q[i];
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) {
+    if constexpr (NORMALIZE) {
+      kk += __shfl_xor_sync(ALL, kk, mask);
+      qq += __shfl_xor_sync(ALL, qq, mask);
+    }
+    kq += __shfl_xor_sync(ALL, kq, mask);
+  }
+  const float of_k = NORMALIZE ? rsqrtf(kk + p.eps) : 1.f;
+  const float of_q = NORMALIZE ? rsqrtf(qq + p.eps) * p.scale : p.scale;
+  float *factors = (float *)(memory + FACTORS_AT) + turn * KEY_DIM * FACTORS;
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    const int n = i / 2 * 64 + lane * 2 + i % 2;
+    const float key = k[i] * of_k, query = q[i] * of_q;
+    if constexpr (BY_KEY) {
+      const float decay = expf(g_at[n]);
+      ((float4 *)factors)[n] = {decay * key, decay * query, key, decay};
+    } else {
+      ((float2 *)factors)[n] = {key, query};
+    }
+  }
+  if (lane == 0) ((float *)(memory + PRODUCT_AT))[turn] = kq * of_k * of_q;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)

@@ -72,47 +72,6 @@ __device__ __forceinline__ Row find_row(const Params &p, int item) {
   return row;
 }
 
-// One warp: a token's key and query as the passes over the state take them, {k, q} or {decay k, decay q, k,
-// decay} by row, and their product. `pair(n, k, q)` gives two numbers of each from row n on; `log_decay(n)`:
-// of a row, where each has its own.
-template <class Pair, class LogDecay>
-__device__ __forceinline__ void prepare(char *memory, int turn, int lane, float scale, float eps, Pair pair,
-                                        LogDecay log_decay) {
-  constexpr int MINE = KEY_DIM / 32;
-  float k[MINE], q[MINE], kk = 0.f, qq = 0.f, kq = 0.f;
-#pragma unroll
-  for (int i = 0; i < MINE; i += 2) pair(i * 32 + lane * 2, k + i, q + i);
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    kk += k[i] * k[i];
-    qq += q[i] * q[i];
-    kq += k[i] * q[i];
-  }
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) {
-    if constexpr (NORMALIZE) {
-      kk += __shfl_xor_sync(ALL, kk, mask);
-      qq += __shfl_xor_sync(ALL, qq, mask);
-    }
-    kq += __shfl_xor_sync(ALL, kq, mask);
-  }
-  const float of_k = NORMALIZE ? rsqrtf(kk + eps) : 1.f;
-  const float of_q = NORMALIZE ? rsqrtf(qq + eps) * scale : scale;
-  float *factors = (float *)(memory + FACTORS_AT) + turn * KEY_DIM * FACTORS;
-#pragma unroll
-  for (int i = 0; i < MINE; ++i) {
-    const int n = i / 2 * 64 + lane * 2 + i % 2;
-    const float key = k[i] * of_k, query = q[i] * of_q;
-    if constexpr (BY_KEY) {
-      const float decay = expf(log_decay(n));
-      ((float4 *)factors)[n] = {decay * key, decay * query, key, decay};
-    } else {
-      ((float2 *)factors)[n] = {key, query};
-    }
-  }
-  if (lane == 0) ((float *)(memory + PRODUCT_AT))[turn] = kq * of_k * of_q;
-}
-
 // What a thread has of a state, in shared memory.
 struct Part {
   char *at;

@@ -4,8 +4,6 @@
 
 #include "latent_scheduler.cuh"
 
-constexpr int GROUPS = RANK / 128;  // of columns that share a scale
-constexpr int SCALES_IN = RANK, ROPE_IN = SCALES_IN + GROUPS * 4, ROW_BYTES = ROPE_IN + ROPE * 2;
 constexpr int STAGE_BYTES = TILE_KV * ROW_BYTES;
 // A warpgroup leaves registers to the consumers, which otherwise would wait for them for ever; one warp of it
 // works.

@@ -12,6 +12,10 @@ constexpr int Q_BYTES = ROWS * WIDTH * 2;
 static_assert(RANK % 64 == 0 && WIDTH % 64 == 0 && ROWS % 8 == 0, "whole squares, blocks of 8 rows");
 static_assert(TILE_KV % BLOCK_SIZE == 0 && BLOCK_SIZE % 8 == 0, "whole blocks");
 
+// A row of fp8, in bytes: numbers, a float32 scale for each 128 of them, the rotated key in bfloat16.
+constexpr int GROUPS = RANK / 128;  // of columns that share a scale
+constexpr int SCALES_IN = RANK, ROPE_IN = SCALES_IN + GROUPS * 4, ROW_BYTES = ROPE_IN + ROPE * 2;
+
 struct Params {  // packed by custom_ops/mla/cuda/latent.py, in this order
   Map kv;
   const char *q;

@@ -8,7 +8,6 @@
 
 #include "latent_selected_load.cuh"
 
-constexpr int ROW_BYTES = RANK + RANK / 128 * 4 + ROPE * 2;  // numbers, scales, the rotated key
 static_assert(!FP8 || (!HALF && WARP_KEYS == 8), "the rotated keys are bfloat16; a row of each lane");
 static_assert(ROW_BYTES % 16 == 0 && RANK == 512 && ROPE == 64, "shares of a lane");
 
@@ -29,7 +28,7 @@ struct Converter {
     return load_l2((const uint4 *)(row + half * COLUMNS + square * 64));
   }
   __device__ __forceinline__ float2 scales(const char *row, int half) const {
-    return load_l2((const float2 *)(row - lane % 4 * 16 + RANK + half * 8));
+    return load_l2((const float2 *)(row - lane % 4 * 16 + SCALES_IN + half * 8));
   }
   static __device__ __forceinline__ u32 scaled(u32 x, float scale) {  // of two float16
     return pack<HALF>(to_float<true>((u16)x) * scale, to_float<true>((u16)(x >> 16)) * scale);
@@ -63,7 +62,7 @@ struct Converter {
   // The rotated keys of a tile, and the bits of those that are seen, which a warp has for 16 keys.
   __device__ __forceinline__ void copy_rest(const char *row, u32 at, u32 seen, int slot) const {
     if (lane == 0 && warp % 2 == 0) ((u16 *)(memory + SEEN_AT))[slot * 4 + warp / 2] = (u16)seen;
-    const char *from = row + RANK / 128 * 4 + RANK + lane % 4 * 16;
+    const char *from = row + ROPE_IN + lane % 4 * 16;
     at += shared + (SQUARES - 1) * SQUARE_BYTES;
     cp_async_or_zero(at, from, true);
     cp_async_or_zero(at ^ 16, from + 16, true);

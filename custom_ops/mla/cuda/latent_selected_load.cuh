@@ -12,7 +12,6 @@ constexpr int GATHER_THREADS = THREADS - CONSUMER_THREADS, GATHER_WARPS = GATHER
 constexpr int HALF_ARRIVALS = GATHER_THREADS + GATHER_WARPS;
 constexpr int LASTS_AT = SEEN_AT + 2 * TILE_KV / 8;  // [warps of the CTA]
 constexpr int LOOKUP_KEYS = 16;  // of which a warp knows the rows: 16 bits of which are seen
-static_assert(!FP8 || !HALF, "the rotated keys of rows of fp8 are bfloat16");
 static_assert(LASTS_AT + THREADS / 32 * 4 <= SHARED_BYTES, "room for the numbers of opening");
 
 // A token's tiles of positions as one segment, in which a row of queries sees all or nothing.

@@ -1,12 +1,12 @@
 // A warpgroup's products whose left operand, 64 rows, is in registers, and other instructions of the kernel
-// that goes from chunk to chunk of a gated delta net. Needs sm_90a.
+// that goes from chunk to chunk of long rows. Needs sm_90a.
 #pragma once
 
 #include "../../cuda/wgmma.cuh"
 
 // Blocks of 8 x 8 numbers, 128 bytes each: of 16 columns, one beside the other, lines one below the other.
 __device__ __forceinline__ u64 blocks(u32 at) {
-  return (u64)(at >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
+  return operand(at, 256, 128, 0);
 }
 // A box of shared memory, swizzled, to `map`.
 __device__ __forceinline__ void tma_store_3d(const void *map, u32 from, int x, int y, int z) {

@@ -15,8 +15,7 @@
 // columns to the next, which only the second product uses: the first one's 16 columns lie in one square.
 template <int LINE> __device__ __forceinline__ u64 matrix(u32 at, int columns, int groups) {
   static_assert(LINE == 128 || LINE == 64, "swizzles of so many bytes");
-  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 |
-         (u64)(LINE == 128 ? 1 : 2) << 62;
+  return operand(at, groups, columns, LINE == 128 ? 1 : 2);
 }
 
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

@@ -8,7 +8,7 @@ from specialisations import specialisation
 
 from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 from torchpaged.custom_ops.attention.cuda import specialise
-from torchpaged.custom_ops.layers.cuda import linear_shape
+from torchpaged.custom_ops.layers.cuda import linear_large, linear_shape
 
 PAGES = Path(__file__).parents[2] / "docs" / "kernels"
 # an H200: multiprocessors, bytes of shared memory of each and of a CTA
@@ -76,6 +76,24 @@ def test_linear() -> None:
         ], name
         assert numbers(shared) == [shape.shared_bytes(int(tokens), norm)], name
         assert int(registers) * shape.threads * shape.ctas_per_sm <= 65536, name
+
+
+def test_large_products() -> None:
+    found = rows("linear.md", "layer, up to 256 tokens")
+    assert len(found) >= 3
+    for name, tile, warps, stages, parts, ctas, shared, registers in found:
+        layer, tokens = name.split(", ")
+        shape = linear_large.large_shape(int(tokens), *LAYERS[layer], SMS)
+        assert shape is not None, name
+        assert [*map(int, (tile, warps, stages, parts, ctas)), *numbers(shared)] == [
+            shape.rows,
+            shape.threads // 32,
+            shape.stages,
+            shape.k_parts,
+            shape.grid(LAYERS[layer][0]),
+            shape.shared_bytes,
+        ], name
+        assert int(registers) * -(-shape.threads // 128) * 128 <= 65536, name
 
 
 def test_prefill() -> None:

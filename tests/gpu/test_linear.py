@@ -219,7 +219,11 @@ def test_a_captured_chain_follows_its_input(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [65, 128, 300])
 def test_a_captured_chain_of_large_products_follows_its_input(tokens: int) -> None:
     """Norms and gates start before the products of cuBLAS in front of them have finished."""
-    width, layers = 1024, 12
+    check_chain(tokens, width=1024, layers=12)
+
+
+def check_chain(tokens: int, width: int, layers: int) -> None:
+    """Fused feed-forward layers, captured and replayed over other inputs, equal launches one by one."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*size: int) -> Tensor:

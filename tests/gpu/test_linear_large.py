@@ -3,7 +3,7 @@ repeatable, captured and replayed."""
 
 import pytest
 import torch
-from test_linear import CUDA, DTYPES, FEATURES, call, check, make
+from test_linear import DTYPES, FEATURES, call, check, check_chain, make
 
 from torchpaged.custom_ops.layers.cuda import linear, linear_large
 from torchpaged.custom_ops.layers.cuda.linear_large import LargeShape, large_shape
@@ -64,47 +64,13 @@ def test_layers_that_are_taken(layer: tuple[int, int], tokens: int) -> None:
 def test_a_captured_chain_follows_its_input(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel starts before those in front of it have finished, also those that leave parts and add
     them."""
-    width, layers = 1024, 8
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16)
+    width = 1024
 
     def shape(tokens: int, out_features: int, *_: int) -> LargeShape:
         return LargeShape(-(-tokens // 16) * 16, 2, 1, 1 if out_features > width else 4)
 
     monkeypatch.setattr(linear_large, "large_shape", shape)
-    weights = [
-        (random(4 * width, width) * width**-0.5, random(width, 2 * width) * width**-0.5)
-        for _ in range(layers)
-    ]
-    norm = 1 + random(width) * 0.1
-    state, inner = random(layers + 1, tokens, width), random(layers, tokens, 2 * width)
-
-    def chain(synchronised: bool = False) -> None:
-        for i, (gate_up, down) in enumerate(weights):
-            CUDA(state[i], gate_up, inner[i], norm_weight=norm, activation="silu")
-            if synchronised:
-                torch.cuda.synchronize()
-            CUDA(inner[i], down, state[i + 1], residual=state[i])
-            if synchronised:
-                torch.cuda.synchronize()
-
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
-    for _ in range(4):
-        state[0].copy_(random(tokens, width))
-        inner.fill_(torch.nan)
-        state[1:].fill_(torch.nan)
-        graph.replay()
-        got = state.clone(), inner.clone()
-        chain(synchronised=True)
-        assert torch.isfinite(state).all()
-        assert torch.equal(got[0], state)
-        assert torch.equal(got[1], inner)
+    check_chain(tokens, width, layers=8)
 
 
 def test_tokens_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:

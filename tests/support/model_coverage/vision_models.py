@@ -107,6 +107,12 @@ FAMILIES: dict[str, Family] = {
         _PATCHES,
     ),
     "got_ocr2": Family(),
+    "hy_v4_vl": Family(
+        "patches",
+        {**OPTIONS["hy_v4"], **_mrope(3, 3, 2)},
+        {"patch_size": 4, "max_image_size": 64},
+        types="mm_token_type_ids",
+    ),
     "idefics2": Family("tiles", {"sliding_window": 16}, {"patch_size": 8}),
     "idefics3": Family("tiles", options={"scale_factor": 1}),
     "internvl": Family(vision={"image_size": [16, 16], "patch_size": [4, 4]}),
@@ -129,6 +135,7 @@ FAMILIES: dict[str, Family] = {
     "llava_next": Family("anyres", options=_GRID),
     "llava_onevision": Family("anyres", options=_GRID),
     "mistral3": Family("sized", {"sliding_window": 16}, {"patch_size": 4}, {"spatial_merge_size": 2}),
+    "mistral_large4": Family("sized", OPTIONS["hy_v4"], {"patch_size": 4}, {"spatial_merge_size": 2}),
     "mllama": Family(
         "cross",
         tokens=1,
@@ -255,7 +262,7 @@ def _square(count: int, config: Any) -> dict[str, Tensor]:
 
 def _patches(count: int, config: Any) -> dict[str, Tensor]:
     vision = config.vision_config
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    width = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     return {"pixel_values": _noise(count * 16, width), "image_grid_thw": torch.tensor([[1, 4, 4]] * count)}
 
 

@@ -44,6 +44,7 @@ _ROTATIONS = {
     "deepseek_v32": ("apply_rotary_pos_emb", False),
     "glm_moe_dsa": ("apply_rotary_pos_emb_interleave", False),
     "hy_v4": ("apply_rotary_pos_emb", True),
+    "hy_v4_vl_text": ("apply_rotary_pos_emb", True),
 }
 TYPES = tuple(_ROTATIONS)
 

@@ -213,6 +213,11 @@ class AttentionMetadata:
         )
 
 
+# An input of `torch.export`: its tensors are inputs, its numbers are guarded. A saved program holds an example.
+torch.export.register_dataclass(AttentionMetadata, serialized_type_name="torchpaged.AttentionMetadata")
+torch.serialization.add_safe_globals([AttentionMetadata])
+
+
 def _width(block_tables: Sequence[Sequence[int]], asked: int | None) -> int:
     """Columns of the table: as many as asked for, or those of the longest row."""
     width = max((len(row) for row in block_tables), default=1) or 1

@@ -195,6 +195,13 @@ def test_stdin_that_is_no_text(folder: str) -> None:
     assert "stdin: expected text in UTF-8, got bytes such as b'\\xff'" in done.stderr
 
 
+def test_a_line_without_an_end(folder: str, tmp_path: Path) -> None:
+    """The device would be read until there is no memory left."""
+    done = generate(folder, "--input", "/dev/zero", "--output", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert "--input: expected lines of less than 67,108,864 characters, got line 1 is longer" in done.stderr
+
+
 def test_stdin_of_another_encoding(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names what stdin is read as: these bytes are UTF-8."""
     stdin = io.TextIOWrapper(io.BytesIO(b"caf\xc3\xa9\n"), encoding="ascii")

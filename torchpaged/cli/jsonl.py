@@ -8,6 +8,7 @@ request that ends is a line of the output at once: "id", "prompt", "text", "toke
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -25,6 +26,8 @@ from torchpaged.profiling.ranges import check_writable
 
 #: How each line of an output begins.
 _ROW = b'{"id": '
+#: Characters of a line. Files such as /dev/zero are one line without an end.
+_LONGEST = 1 << 26
 
 
 def read_lines(path: str, name: str) -> Iterator[str]:
@@ -33,7 +36,13 @@ def read_lines(path: str, name: str) -> Iterator[str]:
         if path == "-" and sys.stdin is None:
             raise ArgumentError(name, "an open one", "a closed one", "redirect a file of prompts to it")
         with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file):
+            for number, line in enumerate(iter(functools.partial(file.readline, _LONGEST), "")):
+                if len(line) == _LONGEST:
+                    expected, got = (
+                        f"lines of less than {_LONGEST:,} characters",
+                        f"line {number + 1} is longer",
+                    )
+                    raise ArgumentError(name, expected, got, "give text, a line for each prompt")
                 yield line if number else line.removeprefix("\ufeff")  # a mark that a text is in UTF-8
     except OSError as error:
         raise ArgumentError(name, "a file that can be read", f"{path!r}: {error.strerror}") from error

@@ -213,7 +213,7 @@ class AttentionMetadata:
         )
 
 
-# An input of `torch.export`: its tensors are inputs, its numbers are guarded. A saved program holds an example.
+# For `torch.export`: tensors are inputs, numbers are guarded. A saved program holds an example.
 torch.export.register_dataclass(AttentionMetadata, serialized_type_name="torchpaged.AttentionMetadata")
 torch.serialization.add_safe_globals([AttentionMetadata])
 

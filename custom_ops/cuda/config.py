@@ -1,63 +1,48 @@
-"""What a CUDA kernel is compiled for, as a C++ header of constants: described once, with types and comments.
+"""What a CUDA C++ kernel is compiled for: constants that a header beside its source declares.
 
-A family of kernels has one `Table`. A `Config` is a table with values; its text is what the kernels' sources
-include under the table's name (``decode_config.cuh``). The file of that name among the sources is an
-example for readers and editors: the compiler gets the text made for its specialisation (``jit.py``).
+A family of kernels has one `Table`, its header: names, types, comments, and the values of an example, for
+readers and editors. A `Config` is a table with the values of a specialisation; its text, the header with
+these, is what the compiler gets under the header's name (``jit.py``).
 """
 
 from __future__ import annotations
 
-import textwrap
+import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_type_hints
+from pathlib import Path
+from typing import Any
 
-#: ``macro``: an int that the preprocessor must see; what the constant says ends with the reason.
-Kind = Literal["int", "bool", "long long", "macro"]
-_WIDTH = 110
-_LIMITS = {"int": 1 << 31, "macro": 1 << 31, "long long": 1 << 63, "bool": 2}
-
-
-class Constant(NamedTuple):
-    """A name that the sources use, its type in C++, and what it says."""
-
-    name: str
-    kind: Kind
-    what: str
+_FOLDER = Path(__file__).parents[1]
+#: Its type, or none of a macro; its name; its value.
+_DECLARED = re.compile(r"^(?:inline constexpr (int|bool|long long)|#define) (\w+) (?:= )?([^\s;]+)", re.M)
+_LIMITS = {"int": 1 << 31, "long long": 1 << 63, "bool": 2}
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The constants of a family of kernels.
+    """The constants of a family of kernels: ``inline constexpr int NAME = 1;`` (``bool``, ``long long``), and
+    ``#define NAME 1`` where the preprocessor must see an int.
 
     Attributes:
         header: the name under which the sources include them.
-        kernels: the sources that do.
-        example: what the file of that name in the repository was made for.
-        constants: in the order of the header.
+        text: of that file.
     """
 
     header: str
-    kernels: tuple[str, ...]
-    example: str
-    constants: tuple[Constant, ...]
+    text: str
 
     @classmethod
-    def of_fields(
-        cls, spec: type[Any], header: str, kernels: tuple[str, ...], example: str, *further: Constant
-    ) -> Table:
-        """A table with a constant for each field of the NamedTuple ``spec``, under its name in capitals, and
-        ``further`` ones. A field is ``Annotated[int, what]`` or ``Annotated[bool, what]``; a macro's has
-        "macro" behind that."""
-        constants = []
-        for name, hint in get_type_hints(spec, include_extras=True).items():
-            what, *kind = hint.__metadata__
-            constants.append(Constant(name.upper(), kind[0] if kind else hint.__origin__.__name__, what))
-        return cls(header, kernels, example, (*constants, *further))
+    def of_file(cls, path: str) -> Table:
+        """Those of a header in ``custom_ops``."""
+        file = _FOLDER / path
+        return cls(file.name, file.read_text())
 
-    def names(self) -> list[str]:
-        """Of the constants."""
-        return [constant.name for constant in self.constants]
+    @functools.cached_property
+    def kinds(self) -> dict[str, str]:
+        """Name -> type, in the order of the header; "" of macros."""
+        return {name: kind or "" for kind, name, _ in _DECLARED.findall(self.text)}
 
     def config(self, values: Mapping[str, int], *, exact: bool = False) -> Config:
         """These constants with values.
@@ -65,17 +50,16 @@ class Table:
         Raises:
             ValueError: a constant has no value, a value no constant, or a value does not fit its type.
         """
-        names = self.names()
-        if set(names) != set(values):
-            absent, unknown = sorted(set(names) - set(values)), sorted(set(values) - set(names))
+        if set(self.kinds) != set(values):
+            absent, unknown = sorted(set(self.kinds) - set(values)), sorted(set(values) - set(self.kinds))
             raise ValueError(
                 f"{self.header}: constants without a value: {absent}, values without a constant: {unknown}"
             )
-        for constant in self.constants:
-            value, limit = int(values[constant.name]), _LIMITS[constant.kind]
-            if not (0 if constant.kind == "bool" else -limit) <= value < limit:
-                raise ValueError(f"{self.header}: {constant.name} is {constant.kind}, not {value}")
-        return Config(self, tuple(int(values[name]) for name in names), exact)
+        for name, kind in self.kinds.items():
+            value, limit = int(values[name]), _LIMITS[kind or "int"]
+            if not (0 if kind == "bool" else -limit) <= value < limit:
+                raise ValueError(f"{self.header}: {name} is {kind or 'a macro'}, not {value}")
+        return Config(self, tuple(int(values[name]) for name in self.kinds), exact)
 
     def of(self, spec: Any, *, exact: bool = False, **further: int) -> Config:
         """These constants with the values of a NamedTuple's fields, whose names are theirs in small letters,
@@ -96,32 +80,18 @@ class Config:
     values: tuple[int, ...]
     exact: bool = False
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, int]:
+        return dict(zip(self.table.kinds, self.values, strict=True))
+
     def __getitem__(self, name: str) -> int:
-        for constant, value in zip(self.table.constants, self.values, strict=True):
-            if constant.name == name:
-                return value
-        raise KeyError(name)
+        return self._by_name[name]
 
     def text(self) -> str:
-        """The header."""
-        *others, last = self.table.kernels
-        kernels = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        about = (
-            f"What {kernels} compiled for. Generated: "
-            "each specialisation has one of its own. The file of this name in the repository is an example, "
-            f"{self.table.example}, and no kernel is compiled with it."
-        )
-        lines = [*_comment(about), "#pragma once", ""]
-        for constant, value in zip(self.table.constants, self.values, strict=True):
-            if constant.kind == "macro":
-                code = f"#define {constant.name} {value}"
-            else:
-                said = ("false", "true")[value] if constant.kind == "bool" else str(value)
-                code = f"inline constexpr {constant.kind} {constant.name} = {said};"
-            line = f"{code:<45}  // {constant.what}"
-            lines += [line] if len(line) <= _WIDTH else [*_comment(constant.what), code]
-        return "\n".join(lines) + "\n"
+        """The header with these values."""
+        return _DECLARED.sub(self._with_value, self.table.text)
 
-
-def _comment(text: str) -> list[str]:
-    return [f"// {line}" for line in textwrap.wrap(text, _WIDTH - 3)]
+    def _with_value(self, found: re.Match[str]) -> str:
+        kind, name, before = found.groups()
+        value = self[name]
+        return found[0].removesuffix(before) + (("false", "true")[value] if kind == "bool" else str(value))

@@ -47,6 +47,21 @@ def compiled(
     return (target if kind == "ptx" else folder / f"{source.stem}.ptx").read_text(), done.stderr
 
 
+def included(kernel: str) -> set[str]:
+    """The files that a kernel's source is made of, its constants among them."""
+    found, new = set[str](), {kernel}
+    while new:
+        found |= new
+        text = "\n".join(jit.sources().get(name, "") for name in new)
+        new = set(re.findall(r'#include "([^"]+)"', text)) - found
+    return found
+
+
+def kernels_of(header: str) -> list[str]:
+    """Those that are compiled with the constants of this header."""
+    return [file for file in jit.files() if file.endswith(".cu") and header in included(file)]
+
+
 def registers(report: str) -> int:
     """Of the first kernel in a ptxas report."""
     found = re.search(r"Used (\d+) registers", report)

@@ -5,35 +5,19 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
-from torchpaged.custom_ops.cuda.config import Constant
 from torchpaged.custom_ops.pools import KVScales, head_stride
 
-#: Constants that decode and prefill are both compiled with.
-CALL_CONSTANTS = (
-    Constant("DIM", "int", "width of a query and of a key"),
-    Constant("DIM_V", "int", "width of a value"),
-    Constant("GROUP", "int", "query heads of a kv head"),
-    Constant("NUM_KV_HEADS", "int", "of a layer"),
-    Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
-    Constant("E5M2", "bool", "fp8 is e5m2, else e4m3"),
-    Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
-    Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
-    Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
-    Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
-    Constant("TREE", "bool", "of its request's query tokens a row sees those of its word (tree mask)"),
-    Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
-    Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
-    Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
-    Constant("LSE", "bool", "log-sum-exp is stored"),
-    Constant("FP8_RESULTS", "bool", "out is e4m3, results over a scale"),
+#: Fields of a specialisation that decode and prefill are both compiled with, under their names in capitals.
+_FIELDS = (
+    *("dim", "dim_v", "group", "num_kv_heads", "block_size", "causal", "window_left", "window_right", "tree"),
+    *("soft_cap", "alibi", "sinks", "lse", "fp8_results"),
 )
 
 
 def call_constants(spec: Specialisation) -> dict[str, int]:
-    """The values of `CALL_CONSTANTS`: fields of the same names, but for two."""
-    named = {"E5M2": spec.kv_dtype == torch.float8_e5m2, "CHUNK": spec.chunk_size}
-    others = [constant.name for constant in CALL_CONSTANTS if constant.name not in named]
-    return named | {name: getattr(spec, name.lower()) for name in others}
+    """The values of what decode and prefill are both compiled with."""
+    named = {name.upper(): getattr(spec, name) for name in _FIELDS}
+    return named | {"E5M2": spec.kv_dtype == torch.float8_e5m2, "CHUNK": spec.chunk_size}
 
 
 def refuse_sinks(call: AttentionCall, spec: Specialisation) -> str | None:

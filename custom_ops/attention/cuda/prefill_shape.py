@@ -8,10 +8,10 @@ import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.call_params import call_constants
-from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
-from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.pools import FP8
 
+PREFILL = Table.of_file("attention/cuda/prefill/prefill_config.cuh")
 MAX_DIM = 256
 #: Widths of keys and values that fp8 queries go with.
 FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))

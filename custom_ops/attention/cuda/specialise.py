@@ -11,11 +11,11 @@ import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.call_params import call_constants, refuse_sinks
-from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 from torchpaged.custom_ops.cuda import gpu
-from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.pools import FP8
 
+DECODE = Table.of_file("attention/cuda/decode/decode_config.cuh")
 _FLOATS = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32  # query rows of a pair: 4 n-tiles of 8
 

@@ -4,7 +4,7 @@ their work is cut, by shapes and dtypes."""
 from __future__ import annotations
 
 import functools
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +25,13 @@ _RING_BYTES = STAGES * WARPS * 16 * PIECE * 2
 class ExpertsSpec(NamedTuple):
     """What the kernels are compiled for; the constants of the same names."""
 
-    hidden: Annotated[int, "width of a token's row"]
-    inner: Annotated[int, "inner numbers of an expert"]
-    shared: Annotated[int, "of the shared one, 0: there is none"]
-    top_k: Annotated[int, "experts of a token"]
-    activation: Annotated[int, "of gate: 1 silu, 2 gelu (tanh), 3 gelu (erf)"]
-    half: Annotated[bool, "numbers are float16, else bfloat16"]
-    pdl: Annotated[bool, "launched early: programmatic dependent launch"]
+    hidden: int
+    inner: int
+    shared: int
+    top_k: int
+    activation: int
+    half: bool
+    pdl: bool
 
     @classmethod
     def of(cls, call: ExpertsCall, early: bool) -> ExpertsSpec:
@@ -52,7 +52,7 @@ class ExpertsSpec(NamedTuple):
         return FEW_EXPERTS.of(self)
 
 
-FEW_EXPERTS = Table.of_fields(ExpertsSpec, "few_experts_config.cuh", (FILE,), "DeepSeek-V2-Lite")
+FEW_EXPERTS = Table.of_file("experts/cuda/few_experts_config.cuh")
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-// What few_experts.cu is compiled for. Generated: each specialisation has one of its own. The file of this
-// name in the repository is an example, DeepSeek-V2-Lite, and no kernel is compiled with it.
+// What few_experts.cu is compiled for. The values are an example's, DeepSeek-V2-Lite: each specialisation
+// gets this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int HIDDEN = 2048;            // width of a token's row

@@ -3,12 +3,12 @@ by the Triton kernel."""
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from torchpaged.custom_ops.cuda import gpu, specialised
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import hopper_or_triton, not_hopper, unaligned
@@ -27,11 +27,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class LogitsSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    num_heads: Annotated[int, "heads of the indexer"]
-    block_size: Annotated[int, "tokens of a block of the cache"]
-    half: Annotated[bool, "numbers of 16 bits are float16, else bfloat16"]
-    fp8: Annotated[bool, "keys are e4m3 with a scale each, else of 16 bits"]
-    causal: Annotated[bool, "no key behind a query's own position is seen"]
+    num_heads: int
+    block_size: int
+    half: bool
+    fp8: bool
+    causal: bool
 
     @classmethod
     def of(cls, call: IndexCall) -> LogitsSpec:
@@ -52,14 +52,7 @@ class LogitsSpec(NamedTuple):
         return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + 2 * heads) * 4
 
 
-LOGITS = Table.of_fields(
-    LogitsSpec,
-    "logits_config.cuh",
-    ("index_logits.cu",),
-    "DeepSeek-V3.2, keys of e4m3",
-    Constant("WARPGROUPS", "int", "warpgroups of a CTA"),
-    Constant("STAGES", "int", "tiles of keys on their way or in use, of each warpgroup"),
-)
+LOGITS = Table.of_file("indexer/cuda/logits_config.cuh")
 
 
 def index_logits(call: IndexCall) -> None:

@@ -1,5 +1,5 @@
-// What index_logits.cu is compiled for. Generated: each specialisation has one of its own. The file of this
-// name in the repository is an example, DeepSeek-V3.2, keys of e4m3, and no kernel is compiled with it.
+// What index_logits.cu is compiled for. The values are an example's, DeepSeek-V3.2, keys of e4m3: each
+// specialisation gets this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int NUM_HEADS = 64;           // heads of the indexer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
@@ -20,15 +20,7 @@ _MOST_VECTORS, MAX_CLUSTER = 8, 8
 _FEWEST = THREADS * 4
 
 
-TOP_K = Table(
-    "top_k_config.cuh",
-    ("top_k_indices.cu",),
-    "4 rows of 131,072 logits on an H200",
-    (
-        Constant("VECTORS", "int", "groups of 4 logits that a thread holds"),
-        Constant("CLUSTER", "macro", "CTAs that share a row; chooses an attribute"),
-    ),
-)
+TOP_K = Table.of_file("indexer/cuda/top_k_config.cuh")
 
 
 def top_k_indices(logits: Tensor, indices: Tensor) -> None:

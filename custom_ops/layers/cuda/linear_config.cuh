@@ -1,6 +1,6 @@
-// What linear.cu, linear_wide.cu, linear_large.cu and linear_sum.cu are compiled for. Generated: each
-// specialisation has one of its own. The file of this name in the repository is an example, the output
-// projection of Llama 3 8B for up to 64 tokens on Hopper, and no kernel is compiled with it.
+// What linear.cu, linear_wide.cu, linear_large.cu and linear_sum.cu are compiled for. The values are an
+// example's, the output projection of Llama 3 8B for up to 64 tokens on Hopper: each specialisation gets this
+// text with its own ones (config.py).
 #pragma once
 
 inline constexpr int OUT_FEATURES = 4096;      // rows of the weight

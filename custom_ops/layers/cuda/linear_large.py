@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchpaged.custom_ops.cuda.config import Config
-from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR
-from torchpaged.custom_ops.layers.cuda.linear_shape import LinearSpec
+from torchpaged.custom_ops.layers.cuda.linear_shape import LINEAR, LinearSpec
 
 MAX_TOKENS = 256
 SUM_THREADS = 128  # of linear_sum.cu

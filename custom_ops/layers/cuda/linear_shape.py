@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 
 from torchpaged.custom_ops.cuda.activations import ACTIVATIONS
-from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.layers.call import LinearCall
-from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
 
+LINEAR = Table.of_file("layers/cuda/linear_config.cuh")
+NORM = Table.of_file("layers/cuda/norm_config.cuh")
 MAX_TOKENS = 64
 NORM_THREADS = 256  # of a token's norm
 _KEPT = 2048  # bytes of a CTA's shared memory, by the hardware and for small things

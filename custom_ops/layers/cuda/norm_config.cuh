@@ -1,5 +1,5 @@
-// What norm.cu is compiled for. Generated: each specialisation has one of its own. The file of this name in
-// the repository is an example, a norm of Llama 3 8B, and no kernel is compiled with it.
+// What norm.cu is compiled for. The values are an example's, a norm of Llama 3 8B: each specialisation gets
+// this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int IN_FEATURES = 4096;       // width of a token's row

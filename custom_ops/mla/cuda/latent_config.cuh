@@ -1,6 +1,6 @@
 // What latent.cu, latent_pairs.cu, latent_selected.cu, latent_fp8.cu and latent_merge.cu are compiled for.
-// Generated: each specialisation has one of its own. The file of this name in the repository is an example,
-// DeepSeek-V3 on eight GPUs, and no kernel is compiled with it.
+// The values are an example's, DeepSeek-V3 on eight GPUs: each specialisation gets this text with its own
+// ones (config.py).
 #pragma once
 
 inline constexpr int RANK = 512;               // columns of a latent, which are its value

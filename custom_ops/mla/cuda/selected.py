@@ -4,7 +4,7 @@ cut, by shapes and dtypes."""
 from __future__ import annotations
 
 import functools
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,16 +32,16 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class SelectedSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    rank: Annotated[int, "columns of a latent, which are its value"]
-    rope: Annotated[int, "columns of a rotated key, behind it"]
-    num_heads: Annotated[int, "query heads"]
-    block_size: Annotated[int, "tokens of a block of the cache"]
-    half: Annotated[bool, "numbers are float16, else bfloat16"]
-    causal: Annotated[bool, "no key behind a query's own position is seen"]
-    lse: Annotated[bool, "log-sum-exp is stored"]
-    m_tiles: Annotated[int, "tiles of 16 heads of a CTA"]
-    cluster: Annotated[int, "CTAs that share a token's positions; chooses an attribute", "macro"]
-    max_parts: Annotated[int, "most parts of a token that are merged, a multiple of 8"]
+    rank: int
+    rope: int
+    num_heads: int
+    block_size: int
+    half: bool
+    causal: bool
+    lse: bool
+    m_tiles: int
+    cluster: int
+    max_parts: int
 
     @classmethod
     def of(cls, call: LatentCall, num_sms: int) -> SelectedSpec:
@@ -79,12 +79,7 @@ class SelectedSpec(NamedTuple):
         return SELECTED.of(self)
 
 
-SELECTED = Table.of_fields(
-    SelectedSpec,
-    "selected_config.cuh",
-    ("selected.cu", "selected_few.cu", "selected_few_merge.cu"),
-    "DeepSeek-V3.2 on eight GPUs, 8 query tokens",
-)
+SELECTED = Table.of_file("mla/cuda/selected_config.cuh")
 
 
 def why_none(call: LatentCall, capability: tuple[int, int]) -> str | None:

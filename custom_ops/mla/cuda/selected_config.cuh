@@ -1,6 +1,6 @@
-// What selected.cu, selected_few.cu and selected_few_merge.cu are compiled for. Generated: each
-// specialisation has one of its own. The file of this name in the repository is an example, DeepSeek-V3.2 on
-// eight GPUs, 8 query tokens, and no kernel is compiled with it.
+// What selected.cu, selected_few.cu and selected_few_merge.cu are compiled for. The values are an example's,
+// DeepSeek-V3.2 on eight GPUs, 8 query tokens: each specialisation gets this text with its own ones
+// (config.py).
 #pragma once
 
 inline constexpr int RANK = 512;               // columns of a latent, which are its value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
@@ -41,17 +41,17 @@ CUT_FLOATS = 8
 class LatentSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    rank: Annotated[int, "columns of a latent, which are its value"]
-    rope: Annotated[int, "columns of a rotated key, behind it"]
-    num_heads: Annotated[int, "query heads"]
-    block_size: Annotated[int, "tokens of a block of the cache"]
-    half: Annotated[bool, "numbers are float16, else bfloat16"]
-    fp8: Annotated[bool, "rows of fp8"]
-    causal: Annotated[bool, "no key behind a query's own position is seen"]
-    lse: Annotated[bool, "log-sum-exp is stored"]
-    rows: Annotated[int, "query rows (tokens x heads) of a CTA"]
-    max_groups: Annotated[int, "parts that the work is cut into at most"]
-    cluster: Annotated[int, "CTAs that share a request; 1: ranges. Chooses an attribute", "macro"]
+    rank: int
+    rope: int
+    num_heads: int
+    block_size: int
+    half: bool
+    fp8: bool
+    causal: bool
+    lse: bool
+    rows: int
+    max_groups: int
+    cluster: int
 
     @classmethod
     def of(cls, call: LatentCall, num_sms: int) -> LatentSpec:
@@ -80,15 +80,7 @@ class LatentSpec(NamedTuple):
         )
 
 
-LATENT = Table.of_fields(
-    LatentSpec,
-    "latent_config.cuh",
-    ("latent.cu", "latent_pairs.cu", "latent_selected.cu", "latent_fp8.cu", "latent_merge.cu"),
-    "DeepSeek-V3 on eight GPUs",
-    Constant("STAGES", "int", "tiles of keys on their way or in use"),
-    Constant("MIN_TILES", "int", "tiles of keys that a part of the work has at least"),
-    Constant("MERGE_SHARE", "int", "CTAs of the merge for each range"),
-)
+LATENT = Table.of_file("mla/cuda/latent_config.cuh")
 
 
 def rows_of(most: int) -> int:

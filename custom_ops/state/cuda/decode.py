@@ -3,7 +3,7 @@ shapes, dtypes, strides and addresses."""
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,32 +21,24 @@ KEY_DIMS, VALUE_DIMS, MAX_STATE_BYTES = (64, 128, 256), (64, 128), 64 * 1024
 #: Bytes of a batch's states up to which they are loaded evict-first into L2 (docs/log/state_decode.md).
 ONCE_BYTES = 256 << 20
 
-# Constants of every kernel over single tokens' states.
-KeyDim = Annotated[int, "rows of a state"]
-ValueDim = Annotated[int, "columns of a state that a CTA has"]
-NumHeads = Annotated[int, "heads of values"]
-Group = Annotated[int, "of these, heads per head of keys"]
-Threads = Annotated[int, "of a CTA"]
-MinCtas = Annotated[int, "CTAs of a multiprocessor that registers must be there for"]
-
 
 class StateSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    key_dim: KeyDim
-    value_dim: ValueDim
-    num_heads: NumHeads
-    group: Group
-    half: Annotated[bool, "q, k and v are float16, else bfloat16"]
-    state_float: Annotated[bool, "states are float32, else of q's dtype"]
-    out_float: Annotated[bool, "out is float32, else of q's dtype"]
-    beta: Annotated[int, "beta: 0 none, 1 of q's dtype, 2 float32"]
-    by_key: Annotated[bool, "a decay per row of the state"]
-    delta: Annotated[bool, "the delta rule"]
-    normalize: Annotated[bool, "keys and queries are divided by their norms"]
-    once: Annotated[bool, "states are loaded evict-first into L2"] = True
-    threads: Threads = 256
-    min_ctas: MinCtas = 4
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+    half: bool
+    state_float: bool
+    out_float: bool
+    beta: int
+    by_key: bool
+    delta: bool
+    normalize: bool
+    once: bool = True
+    threads: int = 256
+    min_ctas: int = 4
 
     @classmethod
     def of(cls, call: LinearAttentionCall) -> StateSpec:
@@ -81,12 +73,7 @@ class StateSpec(NamedTuple):
         return shared_bytes(*sizes, turns=2)
 
 
-STATE_DECODE = Table.of_fields(
-    StateSpec,
-    "state_decode_config.cuh",
-    ("state_decode.cu",),
-    "a shard of two of Qwen3-Next's, states of bfloat16",
-)
+STATE_DECODE = Table.of_file("state/cuda/state_decode_config.cuh")
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:

@@ -3,13 +3,13 @@ for calls that the second one takes (delta_pass.py)."""
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import specialised
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
@@ -25,12 +25,12 @@ RECORD_BYTES = 2 * 10 * 512 + 3 * CHUNK * 4 + 128
 class ChunkSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    value_dim: Annotated[int, "numbers of a value"]
-    key_heads: Annotated[int, "heads of keys"]
-    group: Annotated[int, "heads of values per head of keys"]
-    short: Annotated[int, "tokens up to which a row is another kernel's"]
-    beta: Annotated[int, "beta: 0 none, 1 bfloat16, 2 float32"]
-    min_ctas: Annotated[int, "CTAs of a multiprocessor that registers must be there for"] = 4
+    value_dim: int
+    key_heads: int
+    group: int
+    short: int
+    beta: int
+    min_ctas: int = 4
 
     @classmethod
     def of(cls, call: LinearAttentionCall, short: int) -> ChunkSpec:
@@ -55,13 +55,7 @@ class ChunkSpec(NamedTuple):
         return DELTA_CHUNKS.of(self, SHARED_BYTES=self.shared_bytes)
 
 
-DELTA_CHUNKS = Table.of_fields(
-    ChunkSpec,
-    "delta_chunks_config.cuh",
-    ("delta_chunks.cu",),
-    "a shard of two of Qwen3-Next's",
-    Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
-)
+DELTA_CHUNKS = Table.of_file("state/cuda/delta_chunks_config.cuh")
 
 
 def launch(call: LinearAttentionCall, short: int) -> Tensor:

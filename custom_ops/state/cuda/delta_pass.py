@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, specialised
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
@@ -34,15 +34,15 @@ SEGMENTS = 4
 class PassSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    value_dim: Annotated[int, "columns of a state"]
-    num_heads: Annotated[int, "heads of values"]
-    group: Annotated[int, "of these, heads per head of keys"]
-    groups: Annotated[int, "warpgroups of a CTA, each with 64 columns"]
-    short: Annotated[int, "tokens up to which a row is another kernel's"]
-    state_float: Annotated[bool, "states are float32, else bfloat16"]
-    joined: Annotated[bool, "rows are cut into segments"] = False
-    ends: Annotated[bool, "what segments make of zeros and of the identity, without results"] = False
-    by_key: Annotated[bool, "columns of keys decay one by one"] = False
+    value_dim: int
+    num_heads: int
+    group: int
+    groups: int
+    short: int
+    state_float: bool
+    joined: bool = False
+    ends: bool = False
+    by_key: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -61,13 +61,7 @@ class PassSpec(NamedTuple):
         return DELTA_PASS.of(self, exact=True, SHARED_BYTES=self.shared_bytes)
 
 
-DELTA_PASS = Table.of_fields(
-    PassSpec,
-    "delta_pass_config.cuh",
-    ("delta_pass.cu",),
-    "a shard of two of Qwen3-Next's",
-    Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
-)
+DELTA_PASS = Table.of_file("state/cuda/delta_pass_config.cuh")
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:

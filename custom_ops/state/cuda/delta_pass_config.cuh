@@ -1,5 +1,5 @@
-// What delta_pass.cu is compiled for. Generated: each specialisation has one of its own. The file of this
-// name in the repository is an example, a shard of two of Qwen3-Next's, and no kernel is compiled with it.
+// What delta_pass.cu is compiled for. The values are an example's, a shard of two of Qwen3-Next's: each
+// specialisation gets this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int VALUE_DIM = 128;          // columns of a state

@@ -3,7 +3,7 @@ dtypes, strides and addresses. What it can't take goes through the ops that the 
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
 from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import Split, no_pairs, params_of, split_of
+from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of, split_of
 
 #: Sizes of a head's keys and values, and CTAs of a cluster, so heads that share a key.
 KEY_DIMS, VALUE_DIMS, MAX_CLUSTER = (64, 128), (64, 128), 8
@@ -31,23 +31,23 @@ _TENSORS = (
 class StepSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    key_dim: decode.KeyDim
-    value_dim: decode.ValueDim
-    num_heads: decode.NumHeads
-    group: decode.Group
-    split: Split
-    together: Annotated[int, "heads that stand side by side in a, b and gate"]
-    by_key: Annotated[bool, "a decay per row of the state"]
-    bounded: Annotated[bool, "decays have a bound"]
-    sigmoid: Annotated[bool, "the gate is a sigmoid, else silu"]
-    width: Annotated[int, "of the convolution"]
-    half: Annotated[bool, "numbers are float16, else bfloat16"]
-    state_float: Annotated[bool, "states are float32, else of x's dtype"]
-    a_log_float: Annotated[bool, "a_log is float32, else of x's dtype"]
-    dt_bias_float: Annotated[bool, "dt_bias is float32, else of x's dtype"]
-    norm_float: Annotated[bool, "norm_weight is float32, else of x's dtype"]
-    threads: decode.Threads = 256
-    min_ctas: decode.MinCtas = 2
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+    split: int
+    together: int
+    by_key: bool
+    bounded: bool
+    sigmoid: bool
+    width: int
+    half: bool
+    state_float: bool
+    a_log_float: bool
+    dt_bias_float: bool
+    norm_float: bool
+    threads: int = 256
+    min_ctas: int = 2
 
     @classmethod
     def of(cls, call: DeltaStepCall) -> StepSpec:
@@ -87,9 +87,7 @@ class StepSpec(NamedTuple):
         return decode.shared_bytes(*sizes, turns=1, held=True) + self.value_dim * self.split // 32 * 4
 
 
-DELTA_STEP = Table.of_fields(
-    StepSpec, "delta_step_config.cuh", ("delta_step.cu",), "a shard of two of Qwen3-Next's, states of float32"
-)
+DELTA_STEP = Table.of_file("state/cuda/delta_step_config.cuh")
 
 
 def delta_step(call: DeltaStepCall) -> None:

@@ -1,6 +1,5 @@
-// What delta_step.cu is compiled for. Generated: each specialisation has one of its own. The file of this
-// name in the repository is an example, a shard of two of Qwen3-Next's, states of float32, and no kernel is
-// compiled with it.
+// What delta_step.cu is compiled for. The values are an example's, a shard of two of Qwen3-Next's, states of
+// float32: each specialisation gets this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int KEY_DIM = 128;            // rows of a state

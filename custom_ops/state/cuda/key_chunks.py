@@ -3,12 +3,12 @@ which calls it takes, by shapes, dtypes, strides and addresses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torchpaged.custom_ops.cuda import specialised
-from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import steps_of, struct_of
 from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
@@ -26,12 +26,12 @@ THREADS = 256
 class KeyChunkSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    value_dim: Annotated[int, "numbers of a value"]
-    heads: Annotated[int, "heads of values"]
-    group: Annotated[int, "of these, heads per head of keys"]
-    short: Annotated[int, "tokens up to which a row is another kernel's"]
-    beta: Annotated[int, "beta: 0 none, 1 bfloat16, 2 float32"]
-    min_ctas: Annotated[int, "CTAs of a multiprocessor that registers must be there for"] = 3
+    value_dim: int
+    heads: int
+    group: int
+    short: int
+    beta: int
+    min_ctas: int = 3
 
     @property
     def shared_bytes(self) -> int:
@@ -45,13 +45,7 @@ class KeyChunkSpec(NamedTuple):
         return KEY_CHUNKS.of(self, SHARED_BYTES=self.shared_bytes)
 
 
-KEY_CHUNKS = Table.of_fields(
-    KeyChunkSpec,
-    "key_chunks_config.cuh",
-    ("key_chunks.cu",),
-    "Kimi Linear's",
-    Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
-)
+KEY_CHUNKS = Table.of_file("state/cuda/key_chunks_config.cuh")
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:

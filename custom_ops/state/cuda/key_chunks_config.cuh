@@ -1,5 +1,5 @@
-// What key_chunks.cu is compiled for. Generated: each specialisation has one of its own. The file of this
-// name in the repository is an example, Kimi Linear's, and no kernel is compiled with it.
+// What key_chunks.cu is compiled for. The values are an example's, Kimi Linear's: each specialisation gets
+// this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int VALUE_DIM = 128;          // numbers of a value

@@ -4,7 +4,7 @@ dtypes, strides and addresses. What it can't take goes through the ops that the 
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.check_steps import check_mamba2_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import Split, no_pairs, params_of, split_of
+from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of, split_of
 
 #: Tensors of a call whose addresses the kernel gets under their names.
 _TENSORS = (
@@ -29,20 +29,20 @@ _TENSORS = (
 class Mamba2StepSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    key_dim: decode.KeyDim
-    value_dim: decode.ValueDim
-    num_heads: decode.NumHeads
-    group: decode.Group
-    split: Split
-    width: Annotated[int, "of the convolution"]
-    half: Annotated[bool, "numbers are float16, else bfloat16"]
-    state_float: Annotated[bool, "states are float32, else of x's dtype"]
-    a_log_float: Annotated[bool, "a_log is float32, else of x's dtype"]
-    dt_bias_float: Annotated[bool, "dt_bias is float32, else of x's dtype"]
-    skip_float: Annotated[bool, "skip_weight is float32, else of x's dtype"]
-    gated: Annotated[bool, "out is gated"]
-    threads: decode.Threads = 256
-    min_ctas: decode.MinCtas = 3
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+    split: int
+    width: int
+    half: bool
+    state_float: bool
+    a_log_float: bool
+    dt_bias_float: bool
+    skip_float: bool
+    gated: bool
+    threads: int = 256
+    min_ctas: int = 3
 
     @classmethod
     def of(cls, call: Mamba2StepCall) -> Mamba2StepSpec:
@@ -80,9 +80,7 @@ class Mamba2StepSpec(NamedTuple):
         return decode.shared_bytes(*sizes, turns=1, held=True) + 4
 
 
-MAMBA2_STEP = Table.of_fields(
-    Mamba2StepSpec, "mamba2_step_config.cuh", ("mamba2_step.cu",), "Granite 4.0 H 1B, states of float32"
-)
+MAMBA2_STEP = Table.of_file("state/cuda/mamba2_step_config.cuh")
 
 
 def mamba2_step(call: Mamba2StepCall) -> None:

@@ -1,13 +1,10 @@
 """What the launches of whole steps, ``delta_step.cu`` and ``mamba2_step.cu``, share: arguments of the batch,
 of the convolution and of the states, and what is asked of their addresses."""
 
-from typing import Annotated
-
 from torchpaged.custom_ops.cuda.params import steps_of
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.cuda.decode import requests_of
 
-Split = Annotated[int, "CTAs that share a head's columns"]
 #: CTAs up to which a head's columns are shared out: two for each multiprocessor.
 MAX_SPLIT_CTAS, MAX_SPLIT, LEAST_COLUMNS = 264, 4, 32
 

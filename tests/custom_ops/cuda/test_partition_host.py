@@ -10,7 +10,6 @@ from cuda_sources import HostProgram, needs_gxx
 from specialisations import specialisation
 
 from torchpaged.custom_ops.attention.cuda import specialise
-from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 
 pytestmark = needs_gxx
 
@@ -223,10 +222,10 @@ def build(folder: Path, program: str, **constants: int) -> HostProgram:
     """``program`` with the kernel's headers and the machine above."""
     config, _ = specialise.decode_config(specialisation(), 1, 64, early=True, sms=132, shared_per_sm=233472)
     cut = {"WARPS": 4, "WARP_KEYS": 16, "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2}
-    values = {name: config[name] for name in DECODE.names()} | cut | constants
+    values = {name: config[name] for name in config.table.kinds} | cut | constants
     options = ("-Wall", "-Wno-unknown-pragmas", "-Wno-unused")
     headers = {"machine.cuh": MACHINE}
-    return HostProgram(folder, program, "decode.cu", DECODE.config(values), headers, options)
+    return HostProgram(folder, program, "decode.cu", config.table.config(values), headers, options)
 
 
 def batches(seed: int) -> list[tuple[list[int], list[int]]]:

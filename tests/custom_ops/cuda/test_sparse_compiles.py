@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sources import compiled, needs_nvcc, registers
+from cuda_sources import compiled, kernels_of, needs_nvcc, registers
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
@@ -55,7 +55,7 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
     """32 logits of 1,024 threads each leave 32 registers for the rest, which is a few too few. Shared memory
     and threads are what the sources say."""
     config = CONFIGS[name]
-    for file in config.table.kernels:
+    for file in kernels_of(config.table.header):
         constants = {}
         if (said := SHARED_BYTES.get((name, file))) is not None:
             threads = config["WARPGROUPS"] * 128 if file == "index_logits.cu" else selected.THREADS

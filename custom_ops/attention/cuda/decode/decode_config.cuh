@@ -1,5 +1,5 @@
-// What decode.cu is compiled for. Generated: each specialisation has one of its own. The file of this name in
-// the repository is an example, 8 requests of Llama 3 8B, and no kernel is compiled with it.
+// What decode.cu is compiled for. The values are an example's, 8 requests of Llama 3 8B: each specialisation
+// gets this text with its own ones (config.py).
 #pragma once
 
 inline constexpr int DIM = 128;                // width of a query and of a key

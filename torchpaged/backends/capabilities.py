@@ -83,8 +83,7 @@ class Capabilities:
     deterministic: bool = True
     further: Callable[[AttentionSpec], list[str]] | None = None
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def __post_init__(self) -> None:
         require_known("features", self.features, FEATURES)

@@ -92,8 +92,7 @@ class AttentionSpec:
     max_query_len: int | None = None
     deterministic: bool = False
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def __post_init__(self) -> None:
         require_known("uses", self.uses, GIVEN.values())
@@ -224,8 +223,7 @@ class Limits:
     block_size: int | None = None
     graphs: GraphSupport = GraphSupport.NEVER
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def __post_init__(self) -> None:
         for each in fields(self)[:5]:

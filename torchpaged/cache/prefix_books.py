@@ -45,8 +45,7 @@ class PrefixCacheStats:
     checkpoints: int = 0
     evicted_checkpoints: int = 0
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
 
 class Resumed(NamedTuple):

@@ -55,8 +55,7 @@ class StateLayerSpec(LayerSpec):
 
     per_request: ClassVar[bool] = True
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def __post_init__(self) -> None:
         check_sizes(2, width=self.width)

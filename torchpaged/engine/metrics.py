@@ -71,8 +71,7 @@ class EngineMetrics:
     between_tokens: LatencyHistogram
     end_to_end: LatencyHistogram
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def prometheus(self) -> str:
         """The same in Prometheus' text format, version 0.0.4; names begin with ``torchpaged_``."""

@@ -86,8 +86,7 @@ class TokenEvent:
     logprobs: dict[int, float] | None = field(default=None, hash=False)
     times: "RequestTimes | None" = field(default=None, compare=False, repr=False)
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,7 @@ class SamplingParams:
     n: int = 1
     extra_args: tuple[float, ...] = ()
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def __post_init__(self) -> None:
         self._integer("max_new_tokens", "an integer of at least 1", 1)

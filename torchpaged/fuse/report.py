@@ -62,8 +62,7 @@ class FusionReport:
     before: Launches | None = None
     after: Launches | None = None
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     @property
     def complete(self) -> bool:

@@ -61,8 +61,7 @@ class CrossMetadata:
     attention: AttentionMetadata
     written: AttentionMetadata | None = None
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     @classmethod
     def from_lists(

@@ -55,8 +55,7 @@ class SharedPrefixes:
     block_size: int
     query_lens: tuple[int, ...] | None = None
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     @classmethod
     def allocate(

@@ -29,8 +29,7 @@ class BatchSpec:
     padded_tokens: int = 0  # token rows after the last request's, as a padded graph has them
     padded_reqs: int = 0  # requests with seq_len 0 and query_len 0
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
@@ -74,8 +73,7 @@ class Batch:
     # sinks, alibi_slopes, ...: further arguments of the op
     extras: dict[str, Any] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device, strides and gaps included."""

@@ -65,8 +65,7 @@ class RowState:
     seen: Sequence[int] | None = None
     logits_words: Sequence[int] = ()
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     def check(self, block_size: int, max_blocks_per_req: int) -> None:
         """Refuse, with an `ArgumentError`, what a row can't hold."""

@@ -131,8 +131,7 @@ class KernelReport:
     rows: Rows = field(default_factory=Rows)
     missing: Rows = field(default_factory=Rows)
 
-    def __repr__(self) -> str:
-        return repr_of_fields(self)
+    __repr__ = repr_of_fields
 
     @property
     def is_complete(self) -> bool:

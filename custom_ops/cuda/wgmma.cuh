@@ -13,6 +13,26 @@
       asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 " __VA_ARGS__);           \
   } while (0)
 
+// The sums of an instruction, which are its first operands, and what its text calls them: F of float d[N], D
+// of float d[N][4], R of either. A4: 64 rows in registers.
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+#define F32(i) F16(i), F16(i + 16)
+#define F64(i) F32(i), F32(i + 32)
+#define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define D16(n) D4(n), D4(n + 1), D4(n + 2), D4(n + 3)
+#define A4 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define R4 "%0,%1,%2,%3"
+#define R8 R4 ",%4,%5,%6,%7"
+#define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R48 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define R64 R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R80 R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define R96 R80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define R112 R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define R128 R112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
 // Descriptor of lines of 128 bytes, 16-byte columns swizzled by the line modulo 8. `at`: a multiple of 1024
 // plus the k's offset; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64 columns to
 // the next one, where the instruction takes several. `layout`: 1, or 2 for lines of 64 bytes, 0 without a
@@ -33,30 +53,23 @@ template <int N> __device__ __forceinline__ void give_registers() {
 
 // d += a @ b.T for 16 k of 64 rows, both from shared memory; d[n] is the fragment of b's rows n * 8 .. n * 8
 // + 7, as mma.m16n8k16 has it, warp w of the four with rows w * 16 ... of a.
-#define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[1][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n8k16", "{%0,%1,%2,%3}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
+  WGMMA(FP16, "m64n8k16", "{" R4 "}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
 }
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[2][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n16k16", "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;" : D4(0), D4(1) : "l"(a),
-        "l"(b));
+  WGMMA(FP16, "m64n16k16", "{" R8 "}, %8, %9, 1, 1, 1, 0, 0;" : D4(0), D4(1) : "l"(a), "l"(b));
 }
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[4][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n32k16",
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"
-        : D4(0), D4(1), D4(2), D4(3) : "l"(a), "l"(b));
+  WGMMA(FP16, "m64n32k16", "{" R16 "}, %16, %17, 1, 1, 1, 0, 0;" : D16(0) : "l"(a), "l"(b));
 }
 template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[8][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n64k16",
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;"
-        : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b));
+  WGMMA(FP16, "m64n64k16", "{" R32 "}, %32, %33, 1, 1, 1, 0, 0;" : D16(0), D16(4) : "l"(a), "l"(b));
 }
 // The same for 80 to 256 rows of b in steps of 16. The descriptors stand first, so that a size's registers
 // are those of the size before it and eight more.
 #define R_64 "%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19," \
   "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33"
-#define D_64 D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+#define D_64 D16(0), D16(4)
 #define R_80 R_64 ",%34,%35,%36,%37,%38,%39,%40,%41"
 #define R_96 R_80 ",%42,%43,%44,%45,%46,%47,%48,%49"
 #define R_112 R_96 ",%50,%51,%52,%53,%54,%55,%56,%57"
@@ -89,7 +102,6 @@ WGMMA_OF(80) WGMMA_OF(96) WGMMA_OF(112) WGMMA_OF(128)
 WGMMA_OF(144) WGMMA_OF(160) WGMMA_OF(176) WGMMA_OF(192)
 WGMMA_OF(208) WGMMA_OF(224) WGMMA_OF(240) WGMMA_OF(256)
 #undef WGMMA_OF
-#undef D4
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -33,39 +33,21 @@ __device__ __forceinline__ void stmatrix_x2_trans(u32 at, u32 a, u32 b) {
                : "memory");
 }
 
-#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
-#define F64(i) F16(i), F16(i + 16), F16(i + 32), F16(i + 48)
-#define R32 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R128 R32 \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55" \
-  ",%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102" \
-  ",%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121" \
-  ",%122,%123,%124,%125,%126,%127"
-
 // d (+)= a @ b.T for 16 columns: 64 rows, 64 keys. ADD: 0 starts from zeros.
 template <int ADD> __device__ __forceinline__ void scores16(float (&d)[32], u64 a, u64 b) {
-  WGMMA(HALF, "m64n64k16", "{" R32 "}, %32, %33, %34, 1, 1, 0, 0;"
-               : F16(0), F16(16) : "l"(a), "l"(b), "n"(ADD));
+  WGMMA(HALF, "m64n64k16", "{" R32 "}, %32, %33, %34, 1, 1, 0, 0;" : F32(0) : "l"(a), "l"(b), "n"(ADD));
 }
-#define R64 R32 \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55" \
-  ",%56,%57,%58,%59,%60,%61,%62,%63"
 // d += a @ b for 16 keys: 64 rows, 256 value columns contiguous in `b`, in squares of so many bytes; weights
 // in registers, or in shared memory. Rows of fp8: by halves of the columns, since ptxas wants all sums of an
 // instruction within the registers that a thread starts with, 128 in a CTA of 512 threads.
 __device__ __forceinline__ void values16(float (&d)[128], const u32 (&a)[4], u64 b, int square) {
   if constexpr (FP8) {
+    WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;" : F64(0) : A4, "l"(b));
     WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                 : F64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-                 : F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(behind(b, 2 * square)));
+                 : F64(64) : A4, "l"(behind(b, 2 * square)));
   } else {
     WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
-                 : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+                 : F64(0), F64(64) : A4, "l"(b));
   }
 }
 __device__ __forceinline__ void values16(float (&d)[128], u64 a, u64 b, int square) {
@@ -77,9 +59,3 @@ __device__ __forceinline__ void values16(float (&d)[128], u64 a, u64 b, int squa
     WGMMA(HALF, "m64n256k16", "{" R128 "}, %128, %129, 1, 1, 1, 0, 1;" : F64(0), F64(64) : "l"(a), "l"(b));
   }
 }
-#undef F4
-#undef F16
-#undef F64
-#undef R32
-#undef R64
-#undef R128

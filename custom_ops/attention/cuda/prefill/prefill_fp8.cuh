@@ -38,16 +38,13 @@ template <int ADD> __device__ __forceinline__ void scores32(float (&d)[128], u64
 // come in the widths below alone.
 template <int N> __device__ void values32(float (&d)[N], const u32 *a, u64 b);
 __device__ __forceinline__ void values32(float (&d)[32], const u32 *a, u64 b) {
-  WGMMA8("m64n64k32", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1;"
-         : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA8("m64n64k32", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1;" : F32(0) : A4, "l"(b));
 }
 __device__ __forceinline__ void values32(float (&d)[64], const u32 *a, u64 b) {
-  WGMMA8("m64n128k32", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1;"
-         : F64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA8("m64n128k32", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1;" : F64(0) : A4, "l"(b));
 }
 __device__ __forceinline__ void values32(float (&d)[128], const u32 *a, u64 b) {
-  WGMMA8("m64n256k32", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1;"
-         : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA8("m64n256k32", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1;" : F64(0), F64(64) : A4, "l"(b));
 }
 
 // The first product of either kind: for 32 bytes of each row and each key.

@@ -18,22 +18,6 @@ template <int LINE> __device__ __forceinline__ u64 matrix(u32 at, int columns, i
   return operand(at, groups, columns, LINE == 128 ? 1 : 2);
 }
 
-#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
-#define F32(i) F16(i), F16(i + 16)
-#define F64(i) F32(i), F32(i + 32)
-#define R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R48 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define R64 R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R80 R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define R96 R64 \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define R128 R96 \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-
 // d (+)= a @ b.T for 16 columns: 64 query rows of `a`, as many keys of `b` as d is twice long, both with
 // contiguous columns. ADD: 0 starts from zeros.
 template <int ADD> __device__ __forceinline__ void scores16(float (&d)[32], u64 a, u64 b) {
@@ -45,26 +29,21 @@ template <int ADD> __device__ __forceinline__ void scores16(float (&d)[64], u64 
 // d += a @ b for 16 keys: weights of 64 query rows as mma.m16n8k16 has them; value columns, twice as many as
 // d is long, contiguous in `b`.
 __device__ __forceinline__ void values16(float (&d)[16], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n32k16", "{" R16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;"
-               : F16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA(HALF, "m64n32k16", "{" R16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;" : F16(0) : A4, "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[32], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n64k16", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-               : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA(HALF, "m64n64k16", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;" : F32(0) : A4, "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[48], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n96k16", "{" R48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;"
-               : F32(0), F16(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA(HALF, "m64n96k16", "{" R48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;" : F32(0), F16(32) : A4, "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[64], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
-               : F64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;" : F64(0) : A4, "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[96], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n192k16", "{" R96 "}, {%96,%97,%98,%99}, %100, 1, 1, 1, 1;"
-               : F64(0), F32(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  WGMMA(HALF, "m64n192k16", "{" R96 "}, {%96,%97,%98,%99}, %100, 1, 1, 1, 1;" : F64(0), F32(64) : A4, "l"(b));
 }
 __device__ __forceinline__ void values16(float (&d)[128], const u32 *a, u64 b) {
   WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
-               : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : F64(0), F64(64) : A4, "l"(b));
 }

@@ -1,19 +1,16 @@
-"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed against its peers, its cycles
-per step counted.
+"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, and timed against its peers.
 
-    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles,power]
+    PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,power]
         [--seconds 150] [--json PATH]
 
 Every part runs in a process of its own under a watchdog: a case that says nothing for 40 seconds is reported
-as hung, its process is ended and the
-part goes on with the next case. ``check``: outputs and LSE against attention in float64, with NaN in all
-memory that no token was written to, the same bits twice, and one captured graph replayed at other lengths.
-``time``: TFLOP/s over visible keys (4 * head_dim * num_heads * sum of visible keys), contenders in turns,
-medians of CUDA-graph replays: this kernel, the Triton kernel, torch's SDPA on contiguous tensors, and
-FlashAttention-3 (``flash_attn_interface``) with the same blocks and with one block per request. ``cycles``:
-clock cycles per step of 128 keys for tiles of 1 to 4 steps and for long ones, the start and end of tiles
-included, and what share of a CTA's cycles goes to waiting and storing. ``power``: clock and power while one
-contender runs on and on. One JSON line per result; ``--json`` writes them as one document.
+as hung, its process is ended and the part goes on with the next case. ``check``: outputs and LSE against
+attention in float64, with NaN in all memory that no token was written to, the same bits twice, and one
+captured graph replayed at other lengths. ``time``: TFLOP/s over visible keys (4 * head_dim * num_heads * sum
+of visible keys), contenders in turns, medians of CUDA-graph replays: this kernel, the Triton kernel, torch's
+SDPA on contiguous tensors, and FlashAttention-3 (``flash_attn_interface``) with the same blocks and with one
+block per request. ``power``: clock and power while one contender runs on and on. One JSON line per result;
+``--json`` writes them as one document.
 """
 
 import argparse
@@ -24,14 +21,14 @@ from pathlib import Path
 from prefill_kernel.parts import PARTS
 from prefill_kernel.processes import Report, compile_ahead, supervise, work
 
-SHARES = {"check": 0.5, "time": 0.65, "cycles": 0.7}  # most of the remaining time that a part may take
+SHARES = {"check": 0.5, "time": 0.65}  # most of the remaining time that a part may take
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="check,time,cycles,power")
+    parser.add_argument("--parts", default="check,time,power")
     parser.add_argument("--seconds", type=float, default=150.0, help="nothing runs on after this")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)

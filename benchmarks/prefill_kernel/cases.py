@@ -6,10 +6,8 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops.attention.call import Specialisation
-from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug, prefill_config
+from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_config
 from torchpaged.custom_ops.cuda.config import Config
-
-PATIENCE = 1 << 20  # tries of the loader's waits in checks
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Case:
     sinks: bool = False
     layout: str = "NHD"  # of the pools; HND: heads outside of slots; both: keys and values in one allocation
 
-    def config(self, **debug: Any) -> Config:
-        return prefill_config(self.specialisation(), debug=Debug(**debug))
+    def config(self) -> Config:
+        return prefill_config(self.specialisation())
 
     def specialisation(self) -> Specialisation:
         heads, kv_heads = self.heads
@@ -128,11 +126,5 @@ TIMES: dict[str, Case] = {
     "1 x 4k, width 256": whole(4096, dim=256, heads=(16, 8)),
     "1 x 4k, width 192/128": whole(4096, dim=192, dim_v=128, heads=(32, 32)),
     "1 x 16k, window 1k": whole(16384, window_left=1023),
-}
-CYCLES: dict[str, Case] = {
-    **{f"{steps} steps": Case((128,) * 128, (128 * steps,) * 128, causal=False) for steps in (1, 2, 3, 4)},
-    "128 steps": Case((512,), (16384,), causal=False),
-    "1 x 16k": whole(16384),
-    "8 x 512": whole(*[512] * 8),
 }
 POWER: dict[str, Case] = {"1 x 16k": whole(16384)}

@@ -10,7 +10,6 @@ from prefill_kernel.cases import Case
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.prefill import prefill
-from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
 from torchpaged.custom_ops.attention.mask import Mask
 
 
@@ -94,11 +93,10 @@ class Inputs:
         named["max_query_len"] = max(self.case.query_lens)
         return (self.q, self.k_cache, self.v_cache, *lengths, self.out, self.lse), named
 
-    def native(self, clocks: Tensor | None = None, patience: int = 0, beside: bool = True) -> None:
+    def native(self) -> None:
         tensors, named = self.call()
         call = AttentionCall(*tensors, **named, semaphore=self.tickets).for_launch()
-        debug = Debug(clocks=clocks is not None, patience=patience, beside=beside)
-        prefill(call, Specialisation.of(call), debug=debug, clocks=clocks)
+        prefill(call, Specialisation.of(call))
 
     def triton(self) -> None:
         tensors, named = self.call()

@@ -1,4 +1,4 @@
-"""What is done with a case: checked, timed, its cycles counted, its power measured."""
+"""What is done with a case: checked, timed, its power measured."""
 
 import importlib
 import statistics
@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from measuring.timing import CudaSampler, interleave
 
-from prefill_kernel.cases import CHECKS, CYCLES, GRAPH, PATIENCE, POWER, TIMES, Case
+from prefill_kernel.cases import CHECKS, GRAPH, POWER, TIMES, Case
 from prefill_kernel.inputs import Inputs, compare
 
 
 def check(case: Case) -> dict[str, Any]:
     """Against float64; the same bits twice; tickets given back."""
     inputs = Inputs(case)
-    inputs.native(patience=PATIENCE)
+    inputs.native()
     torch.cuda.synchronize()
     result = compare(inputs)
     first = inputs.out.clone()
     inputs.out.fill_(torch.nan)
-    inputs.native(patience=PATIENCE)
+    inputs.native()
     torch.cuda.synchronize()
     result["same_bits"] = bool(torch.equal(first, inputs.out))
     result["tickets_back"] = inputs.tickets.tolist() == [0, 0]
@@ -34,11 +34,11 @@ def check(case: Case) -> dict[str, Any]:
 def check_graph() -> dict[str, Any]:
     """One captured graph at other lengths, padding and empty requests among them."""
     inputs = Inputs(GRAPH, capacity=700)
-    inputs.native(patience=PATIENCE)
+    inputs.native()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inputs.native(patience=PATIENCE)
+        inputs.native()
     results = []
     lengths = [
         ((100,) * 6, (400,) * 6),
@@ -141,37 +141,6 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def count_cycles(case: Case) -> dict[str, Any]:
-    """Cycles per step, medians over the CTAs that had work, after a warm-up; with and without what holds the
-    exponentials beside the products."""
-    inputs = Inputs(case)
-    clocks = torch.zeros(
-        torch.cuda.get_device_properties(0).multi_processor_count, 5, dtype=torch.int64, device="cuda"
-    )
-    flops, result = 4 * case.dim * case.heads[0] * inputs.visible(), {"ok": True}
-    for name, beside in (("beside", True), ("free", False)):
-        for _ in range(20):
-            inputs.native(clocks, beside=beside)
-        torch.cuda.synchronize()
-        cycles = [(c[0], c[4]) for c in clocks.tolist() if c[4]]
-        waits = clocks.sum(0).tolist()
-        calls = [lambda beside=beside: inputs.native(clocks, beside=beside)] * max(
-            1, min(20, round(1e12 / flops))
-        )  # type: ignore[misc]
-        us = interleave({"native": CudaSampler(calls)}, 8)["native"].median_us
-        result[name] = {
-            "cycles_per_step": round(statistics.median(c / s for c, s in cycles), 1),
-            "most_cycles": max(c for c, _ in cycles),
-            "steps": waits[4],
-            "waiting_for_tiles": round(waits[1] / waits[0], 4),
-            "waiting_for_keys": round(waits[2] / waits[0], 4),
-            "storing": round(waits[3] / waits[0], 4),
-            "us": round(us, 1),
-            "tflops": round(flops / us / 1e6, 1),
-        }
-    return result
-
-
 def measure_power(case: Case) -> dict[str, Any]:
     """Clock and power of a second of each contender: whether cycles or the power limit bind."""
     inputs, result = Inputs(case), dict[str, Any](ok=True)
@@ -213,6 +182,5 @@ def measure_power(case: Case) -> dict[str, Any]:
 PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
     "check": {**{name: lambda case=case: check(case) for name, case in CHECKS.items()}, "graph": check_graph},  # type: ignore[misc]
     "time": {name: lambda case=case: measure(case) for name, case in TIMES.items()},  # type: ignore[misc]
-    "cycles": {name: lambda case=case: count_cycles(case) for name, case in CYCLES.items()},  # type: ignore[misc]
     "power": {name: lambda case=case: measure_power(case) for name, case in POWER.items()},  # type: ignore[misc]
 }

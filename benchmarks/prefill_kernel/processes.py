@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from prefill_kernel.cases import CHECKS, CYCLES, GRAPH, PATIENCE, POWER, TIMES
+from prefill_kernel.cases import CHECKS, GRAPH, POWER, TIMES
 from prefill_kernel.parts import PARTS
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config
@@ -38,14 +38,10 @@ def work(part: str, cases: list[str]) -> None:
 
 def specialisations() -> dict[tuple[str, str], list[Config]]:
     """Part and case -> the constants of what it launches."""
-    needed = {("check", name): [case.config(patience=PATIENCE)] for name, case in CHECKS.items()}
-    needed["check", "graph"] = [GRAPH.config(patience=PATIENCE)]
+    needed = {("check", name): [case.config()] for name, case in CHECKS.items()}
+    needed["check", "graph"] = [GRAPH.config()]
     needed |= {("time", name): [case.config()] for name, case in TIMES.items()}
     needed |= {("power", name): [case.config()] for name, case in POWER.items()}
-    needed |= {
-        ("cycles", name): [case.config(clocks=True, beside=beside) for beside in (True, False)]
-        for name, case in CYCLES.items()
-    }
     return needed
 
 

@@ -18,7 +18,6 @@ import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.cuda import prefill
-from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
 from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.shape import MAX_FP8_ROWS
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
@@ -130,5 +129,5 @@ if __name__ == "__main__":
         {"latent": latent, "sparse": sparse}[sys.argv[1]]()
         sys.exit()
     if "every-lane" in sys.argv[2:]:
-        prefill.prefill = functools.partial(prefill.prefill, debug=Debug(every_lane=True))
+        prefill.prefill = functools.partial(prefill.prefill, every_lane=True)
     main(sys.argv[1])

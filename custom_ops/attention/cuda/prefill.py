@@ -11,8 +11,6 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.call_params import call_params, refuse_sinks
 from torchpaged.custom_ops.attention.cuda.prefill_shape import (
-    NO_DEBUG,
-    Debug,
     Mode,
     PrefillShape,
     late_ctas,
@@ -27,7 +25,6 @@ from torchpaged.custom_ops.attention.cuda.prefill_shape import (
 )
 from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_map, queries_map, refuse_layout
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.loaded_kernel import address
 from torchpaged.custom_ops.cuda.params import struct_of
 
 
@@ -63,8 +60,7 @@ def prefill(
     short: int = 0,
     behind: Behind | None = None,
     suffixes: Suffixes | None = None,
-    debug: Debug = NO_DEBUG,
-    clocks: Tensor | None = None,
+    every_lane: bool = False,
 ) -> None:
     """Launch a call that `why_not` lets pass, checked and as `AttentionCall.for_launch` gives it.
 
@@ -79,21 +75,19 @@ def prefill(
         suffixes: then the requests here are groups' prefixes, seen by all their queries (not ``causal``, no
             masks, sinks or slopes), and ``behind`` the decode launch over the rest; ``out`` and ``lse`` get
             both together.
-        debug: constants for tests.
-        clocks: ``[multiprocessors, 5]`` int64, with ``debug.clocks``: each CTA's cycles in all, waiting for
-            tiles, waiting for their first keys and storing, and its steps.
+        every_lane: as in `Mode`.
     """
     num_tokens, index = call.q.shape[0], call.q.device.index or 0
     if not num_tokens:
         return
     shape, sms = shape_for(spec), gpu.num_sms(index)
     split = suffixes is not None or may_split(call, spec, short, sms)
-    mode, late = Mode(short, split, suffixes is not None), late_ctas(sms, short, split)
+    mode, late = Mode(short, split, suffixes is not None, every_lane), late_ctas(sms, short, split)
     decodes, ticket_row = None, 0
     if behind is not None:
-        _begin(index, spec, mode, debug)
+        _begin(index, spec, mode)
         decodes, ticket_row = behind()
-    kernel, merge = _specialised(index, spec, mode, debug)
+    kernel, merge = _specialised(index, spec, mode)
     early = gpu.launches_early(index)
     ctas = sms if suffixes is None else suffixes.ctas
     tiles = most_tiles(num_tokens, call.num_reqs, shape.rows // spec.group) * spec.num_kv_heads
@@ -105,7 +99,6 @@ def prefill(
         count = partial_numbers(shape, spec.dim_v, ctas, tiles if suffixes else 0)
         partials = torch.empty(count, dtype=torch.float32, device=device)
         params.partials = partials.data_ptr()
-    params.clocks = address(clocks)
     params.ticket_row, params.ctas, params.late = ticket_row, ctas, late
     if decodes is None:
         kernel.launch(ctas, shape.threads, params, early=early)
@@ -145,19 +138,17 @@ def _params(
 
 
 @functools.cache
-def _begin(index: int, spec: Specialisation, mode: Mode, debug: Debug) -> None:
+def _begin(index: int, spec: Specialisation, mode: Mode) -> None:
     """Compile in threads what `_specialised` will load."""
-    config = prefill_config(spec, mode, debug)
+    config = prefill_config(spec, mode)
     for file in ("prefill.cu", "prefill_merge.cu") if mode.split else ("prefill.cu",):
         jit.compile_ahead(file, config, gpu.capability(index))
 
 
 @functools.cache
-def _specialised(
-    index: int, spec: Specialisation, mode: Mode, debug: Debug
-) -> tuple[jit.Kernel, jit.Kernel | None]:
+def _specialised(index: int, spec: Specialisation, mode: Mode) -> tuple[jit.Kernel, jit.Kernel | None]:
     """The kernel of these shapes and features, and the one that merges its splits."""
-    config, device = prefill_config(spec, mode, debug), torch.device("cuda", index)
+    config, device = prefill_config(spec, mode), torch.device("cuda", index)
     if mode.split:
         jit.compile_ahead("prefill_merge.cu", config, gpu.capability(index))
     kernel = jit.kernel("prefill.cu", "paged_prefill", config, device, shared_bytes=shared_bytes(config))

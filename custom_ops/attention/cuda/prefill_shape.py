@@ -152,36 +152,21 @@ class Mode(NamedTuple):
         short: requests of up to so many query tokens are left to a decode launch behind this one; 0: none.
         split: few tiles may be cut into parts, for ``paged_prefill_merge`` behind this one.
         cascade: the requests are groups' prefixes, merged with what a decode launch behind leaves.
+        every_lane: for tests: all lanes of a warp arrive at barriers, where one does for its warp, so that
+            racecheck, which follows each lane for itself, sees the order.
     """
 
     short: int = 0
     split: bool = False
     cascade: bool = False
-
-
-class Debug(NamedTuple):
-    """Constants for tests and measurements.
-
-    Attributes:
-        clocks: count cycles.
-        patience: tries after which a wait is given up, 0: never.
-        beside: hold a step's exponentials in front of the wait for its products; without it they stand where
-            the compiler puts them.
-        every_lane: all lanes of a warp arrive at barriers, where one does for its warp: so that racecheck,
-            which follows each lane for itself, sees the order.
-    """
-
-    clocks: bool = False
-    patience: int = 0
-    beside: bool = True
     every_lane: bool = False
 
 
-#: One launch of whole tiles, and nothing for tests.
-WHOLE, NO_DEBUG = Mode(), Debug()
+#: One launch of whole tiles.
+WHOLE = Mode()
 
 
-def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_DEBUG) -> Config:
+def prefill_config(spec: Specialisation, mode: Mode = WHOLE) -> Config:
     """The constants of ``prefill.cu``."""
     shape = shape_for(spec)
     values = {
@@ -199,7 +184,7 @@ def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_D
         "DECODE_LEN": mode.short,
         "SPLIT": mode.split,
         "CASCADE": mode.cascade,
-        **{f"DEBUG_{name.upper()}": value for name, value in debug._asdict().items()},
+        "EVERY_LANE": mode.every_lane,
     }
     return PREFILL.config(values, exact=True)
 

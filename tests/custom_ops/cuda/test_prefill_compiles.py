@@ -19,7 +19,7 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 from torchpaged.custom_ops.attention.cuda.call_params import refuse_sinks
-from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug, Mode
+from torchpaged.custom_ops.attention.cuda.prefill_shape import Mode
 from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_box, refuse_layout
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config
@@ -47,7 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "not causal": {"causal": False},
     "fp16, blocks of 128": {"dtype": torch.float16, "block_size": 128},
     "blocks of 8": {"block_size": 8},
-    "cycles": {"clocks": True},
     "width 64, lse, sinks": {"dim": 64, "lse": True, "sinks": True},
     "width 64, window": {"dim": 64, "window_left": 127, "sinks": True},
     "width 96": {"dim": 96, "group": 1},
@@ -62,7 +61,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "all of it": {**EVERYTHING},
     "tree": {"tree": True, "split": True},
     "tree, alibi": {"tree": True, "alibi": True},
-    "patience": {"patience": 1 << 20},
     "beside decode": {"short": 2},
     "in parts": {"split": True},
     "in parts, beside decode": {"split": True, "short": 2},
@@ -122,11 +120,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def config(**options: Any) -> Config:
-    """The constants of a `specialisation`, of a `Mode` and of `Debug`."""
-    mode, debug = (
-        {name: options.pop(name) for name in kind._fields if name in options} for kind in (Mode, Debug)
-    )
-    return prefill.prefill_config(specialisation(**options), Mode(**mode), Debug(**debug))
+    """The constants of a `specialisation` and of a `Mode`."""
+    mode = {name: options.pop(name) for name in Mode._fields if name in options}
+    return prefill.prefill_config(specialisation(**options), Mode(**mode))
 
 
 @needs_nvcc
@@ -214,7 +210,7 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize(
     "name",
-    ["llama", "width 64", "width 256", "window", "patience", "e4m3", "e4m3 queries", "in parts, prefixes"],
+    ["llama", "width 64", "width 256", "window", "e4m3", "e4m3 queries", "in parts, prefixes"],
 )
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in

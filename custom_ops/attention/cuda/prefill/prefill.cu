@@ -36,9 +36,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const SharedLayout smem(shared, barriers);
   let_merge_or_decode_begin();
-#if DEBUG_CLOCKS
-  const i64 begin = clock64();
-#endif
   // The late launch begins before those ahead have ended. What it reads was complete when the first one
   // began, but this multiprocessor's L1 may be older.
   if (DECODE_LEN > 0 && p.is_late) load_and_forget_l1(p.starts);
@@ -85,13 +82,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
               uniform(threadIdx.x / 128) - 1,
               uniform(threadIdx.x / 32 % 4),
               (int)threadIdx.x % 32};
-    [[maybe_unused]] const int steps = consumer.run(query_tiles);
-#if DEBUG_CLOCKS
-    if (threadIdx.x == 128) {
-      consumer.spent[0] = clock64() - begin;
-      for (int i = 0; i < 4; ++i) p.clocks[blockIdx.x * 5 + i] = consumer.spent[i];
-      p.clocks[blockIdx.x * 5 + 4] = steps;
-    }
-#endif
+    consumer.run(query_tiles);
   }
 }

@@ -34,7 +34,4 @@ inline constexpr int DECODE_LEN = 0;           // up to so many query tokens: th
 inline constexpr bool SPLIT = false;           // few tiles are cut into splits, for prefill_merge.cu
 // prefixes of groups: all tiles are split, merged with the suffixes
 inline constexpr bool CASCADE = false;
-inline constexpr int DEBUG_PATIENCE = 0;       // tries before the producer gives up, for tests; 0: never
-inline constexpr bool DEBUG_EVERY_LANE = false;  // all lanes arrive, not one for its warp; for racecheck
-inline constexpr bool DEBUG_BESIDE = true;     // exponentials stand before the wait for the products
-#define DEBUG_CLOCKS 0                         // 1: cycles are counted; idle counters would move registers
+inline constexpr bool EVERY_LANE = false;      // all lanes arrive, not one for its warp; for racecheck

@@ -65,7 +65,7 @@ struct Converter {
     // the tensor cores read what ordinary stores wrote
     fence_async();
     __syncwarp();
-    if (DEBUG_EVERY_LANE || thread % 32 == 0) {
+    if (EVERY_LANE || thread % 32 == 0) {
       mbarrier_arrive(full + place.slot * 8);
       mbarrier_arrive(smem.raw_empty + raw.slot * 8);
     }

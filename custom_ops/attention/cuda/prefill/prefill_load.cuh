@@ -5,21 +5,6 @@
 #include "prefill_convert.cuh"
 #include "prefill_launch_order.cuh"
 
-// The producer's waits. With DEBUG_PATIENCE it gives up after so many tries and ends the kernel with an
-// error: for tests. Whichever warp waits for ever, the producer soon waits too; in the consumer warps the way
-// out would cost registers.
-__device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
-  if constexpr (DEBUG_PATIENCE > 0)
-    asm volatile(
-        "{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: "
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
-        " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at),
-        "r"(parity), "n"(DEBUG_PATIENCE)
-        : "memory");
-  else
-    mbarrier_wait(at, parity);
-}
-
 struct Producer {
   const Params &p;
   const SharedLayout &smem;
@@ -45,7 +30,7 @@ struct Producer {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
     // arrive: Consumer::release of every consumer warp, or Converter::convert of every converter, a round
     // ago
-    wait_or_give_up(empty + ring.slot * 8, ring.phase ^ 1);
+    mbarrier_wait(empty + ring.slot * 8, ring.phase ^ 1);
     if (lane == 0) {
       if constexpr (RAW) kinds[ring.slot] = kind;
       mbarrier_arrive_expect_tx(filled, COUNT);
@@ -74,7 +59,7 @@ struct Producer {
   }
   __device__ __forceinline__ void end_conversion() {
     // arrive: Converter::convert of every converter, a round ago
-    wait_or_give_up(smem.raw_empty + raw.slot * 8, raw.phase ^ 1);
+    mbarrier_wait(smem.raw_empty + raw.slot * 8, raw.phase ^ 1);
     if (lane == 0) {
       kinds[raw.slot] = NOTHING_COMES;
       mbarrier_arrive(smem.raw_full + raw.slot * 8);
@@ -154,7 +139,7 @@ struct Producer {
       const int buffer = turn % Q_STAGES, parity = turn / Q_STAGES & 1;
       const u32 q_full = smem.q_full + buffer * 8;
       // arrive: release() of every consumer warp, Q_STAGES tiles ago
-      wait_or_give_up(smem.q_empty + buffer * 8, parity ^ 1);
+      mbarrier_wait(smem.q_empty + buffer * 8, parity ^ 1);
       if (ticket >= total) {
         if (lane == 0) {
           query_tiles[buffer].steps = -1;

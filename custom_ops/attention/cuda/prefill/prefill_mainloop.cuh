@@ -22,7 +22,7 @@ __device__ __forceinline__ void meet(int warpgroup) {
 // exponentials behind the wait for the products that they should overlap: nothing else holds them in front
 // of it.
 __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) {
-  mbarrier_wait(at, parity ^ (DEBUG_BESIDE && x < -1.f));
+  mbarrier_wait(at, parity ^ (x < -1.f));
 }
 
 // Products in a branch that might part a warp are put one behind the other.
@@ -45,23 +45,10 @@ struct Consumer {
   PipelineState<K_STAGES> k;
   PipelineState<V_STAGES> v;
   int warpgroup, warp, lane;  // warpgroup, warp of it, lane of that
-#if DEBUG_CLOCKS
-  i64 spent[4] = {}, since = 0;  // cycles: in all, waiting for tiles, waiting for their first keys, storing
-#endif
-  __device__ __forceinline__ void begin_clock() {
-#if DEBUG_CLOCKS
-    since = clock64();
-#endif
-  }
-  __device__ __forceinline__ void end_clock([[maybe_unused]] int kind) {
-#if DEBUG_CLOCKS
-    spent[kind] += clock64() - since;
-#endif
-  }
 
   // What this warp's products and loads have read: they are waited for, their values are there.
   __device__ __forceinline__ void release(u32 barrier) {
-    if (DEBUG_EVERY_LANE || lane == 0) mbarrier_arrive(barrier);
+    if (EVERY_LANE || lane == 0) mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ void issue_scores(Softmax &x, u32 queries, int slot) {
     const u64 a = matrix<K_LINE>(queries + warpgroup * 64 * K_LINE, 16, K_SQUARE);
@@ -261,10 +248,8 @@ struct Consumer {
       release_values();
       return;
     }
-    begin_clock();
     // arrive: Producer::load's expect and the bytes of its copies
     mbarrier_wait(smem.k_full + k.slot * 8, k.phase);
-    end_clock(2);
     wgmma_fence();
     issue_scores(x, queries, k.slot);
     wgmma_wait<0>();
@@ -344,23 +329,19 @@ struct Consumer {
     v.advance();
   }
 
-  __device__ __forceinline__ int run(const QueryTile *query_tiles) {
+  __device__ __forceinline__ void run(const QueryTile *query_tiles) {
     Softmax x;
-    int steps = 0;
     wait_for_kernels_ahead();
     if (warpgroup == WARPGROUPS - 1) give_turn(warpgroup);  // warpgroup 0 begins
     for (int turn = 0;; ++turn) {
       const int buffer = turn % Q_STAGES;
-      begin_clock();
       // arrive: Producer::run, with the bytes of the queries where there are any
       mbarrier_wait(smem.q_full + buffer * 8, turn / Q_STAGES & 1);
-      end_clock(1);
       const QueryTile tile = uniform(query_tiles[buffer]);
       if (tile.steps < 0) break;
       const u32 q_empty = smem.q_empty + buffer * 8;
       if (tile.steps > 0 && is_idle(tile)) {
         skip(tile.steps, q_empty);
-        steps += tile.steps;
         continue;
       }
       if (tile.steps > 0) {
@@ -369,15 +350,11 @@ struct Consumer {
         release(q_empty);
         x.clear();
       }
-      begin_clock();
       if (SPLIT && tile.partial >= 0) store_partial(p, x.top, x.total, x.acc, tile.partial);
       else
         store_rows<DIM_V / 8>(p, tile, warpgroup * 64 + warp * 16 + lane / 4, lane, x.top, x.total, x.acc, 0);
-      end_clock(3);
-      steps += tile.steps;
     }
     // arrive: the last warpgroup's last turn, or its start; the barrier is left as it was found
     if (warpgroup == 0) await_turn(warpgroup);
-    return steps;
   }
 };

@@ -23,7 +23,7 @@ constexpr int RAW_STAGE_BYTES = TILE_KV * (DIM > DIM_V && !Q_FP8 ? DIM : DIM_V);
 constexpr int CONVERTERS = 3;
 // lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
 // racecheck follows each lane for itself
-constexpr int ARRIVING = DEBUG_EVERY_LANE ? 32 : 1;
+constexpr int ARRIVING = EVERY_LANE ? 32 : 1;
 constexpr bool ADJUST = SOFT_CAP || ALIBI;                        // scores are more than scaled products
 static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "registers");
 static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && TILE_KV % BLOCK_SIZE == 0 &&
@@ -60,9 +60,6 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   // given out
   int *tickets;
   float *partials;  // with SPLIT, PARTIAL_FLOATS for each CTA, then struct SplitTiles
-  // [CTAs, 5] with DEBUG_CLOCKS: cycles in all, waiting for tiles, waiting for their first keys, storing;
-  // steps
-  i64 *clocks;
   i64 o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
   int num_reqs, num_tokens, num_blocks, ticket_row;

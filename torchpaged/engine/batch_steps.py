@@ -131,7 +131,7 @@ class BatchSteps:
         """One pass over the chunks and a token of each of ``decoding``; whether it gives tokens."""
         done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
         if not self._packed.replays(plan.chunks, decoding):
-            self._watch.in_step()
+            self._watch.in_step(in_python=True)
         logits = self._packed.prefill(plan.chunks, decoding)
         self._stats.add_pass(bool(decoding))
         self.lost = Lost.BLOCKS

@@ -187,7 +187,8 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             stays allocated then.
         ArgumentError: of `submit` and `generate`, with graphs: the model's modules, weights or adapters are
             others than those that the graphs were made with. Of several `submit` between two steps the first
-            looks; what changes behind it, the next step raises. Adapters are looked at in every step.
+            looks; what changes behind it, the next step raises. Steps that run the model's Python look
+            at all of it, replays at adapters.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """

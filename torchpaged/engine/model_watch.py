@@ -6,8 +6,9 @@ were computed by.
 
 A look costs O(modules and weights), 0.1 to 0.25 ms at 16 layers, 0.4 where all linear layers have adapters.
 So there are two between two steps, however many requests come there: at the first of them, which is refused
-at once, and ahead of the step, in front of which nothing of them was computed. What a replay reads are
-weights, and what `torchpaged.fuse` made of them, at addresses: unless that was called, only these are looked
+at once, and ahead of the step, in front of which nothing of them was computed. Where a step runs the model's
+Python, every step looks: once a number or a hook is changed back, nothing shows that blocks were computed
+with it. What a replay reads are weights, and what `torchpaged.fuse` made of them, at addresses: unless that was called, only these are looked
 at in front of a replay. That the modules are the same and hold the same tensors, which the watch keeps alive,
 is looked at while the device replays, ahead of all that Python runs of the model and of the tokens.
 """
@@ -28,13 +29,14 @@ class ModelWatch:
 
     Attributes:
         is_due: the next step looks.
+        each_step: every step does.
     """
 
     def __init__(self, model: Any, captured: bool, shares: bool) -> None:
         self._model, self._captured, self._shares = model, captured, shares
         self._state, self._moves = ModelState.of(model), MOVES[0]
         self._num_writes, self._adapts = self._state.num_writes(), self._state.has_adapters
-        self._looked = self.is_due = self._is_half = False
+        self._looked = self.is_due = self._is_half = self.each_step = False
 
     def at_request(self) -> bool:
         """A request comes: `look`, if it is the first since a step, and have the next step look.
@@ -69,26 +71,29 @@ class ModelWatch:
         return forget
 
     def at_step(self) -> bool:
-        """A step comes: as `at_call`, if a request came since the last one, `torchpaged.fuse` moved weights,
-        or the model has adapters: once they are switched back, nothing shows under which of them the blocks
-        of the requests in between were computed.
+        """A step comes: as `at_call`, if `each_step`, a request came since the last one, `torchpaged.fuse`
+        moved weights, or the model has adapters: once they are switched back, nothing shows under which of
+        them the blocks of the requests in between were computed.
 
         Raises:
             ArgumentError: as `require_unchanged`; the next step looks again.
         """
         self._looked = False
-        due = self.is_due or self._moves != MOVES[0] or self._adapts
+        due = self.is_due or self.each_step or self._moves != MOVES[0] or self._adapts
         forget = due and self.at_call()
         self.is_due = False
         return forget
 
-    def in_step(self) -> None:
+    def in_step(self, in_python: bool = False) -> None:
         """Look at what is left, if anything: behind the launch of a replay, ahead of all else.
+
+        Args:
+            in_python: the model's Python is about to run, under this watch's graphs: look in any case.
 
         Raises:
             ArgumentError: as `require_unchanged`; `is_due`.
         """
-        if self._is_half:
+        if self._is_half or in_python:
             self.is_due = True
             self.require_unchanged(ModelState.changed_but_moved)
             self.is_due = self._is_half = False

@@ -30,6 +30,7 @@ from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
+from torchpaged.graphs.capture import EagerCapture
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -65,6 +66,7 @@ class Stepper:
         stage: LogitsStage | None = None,
     ) -> None:
         self._model, self._scheduler, self._loop, self._watch = model, scheduler, loop, watch
+        watch.each_step = loop is None or isinstance(loop.runner.capture_backend, EagerCapture)
         self.requests: dict[int, Sequence] = {}
         self._bisection: FaultBisection | None = None  # after a step that raised
         self._limited_for: list[Sequence] = []  # while one of them lives, steps take fewer requests

@@ -249,8 +249,8 @@ def test_the_engine_takes_text_alone(name: str) -> None:
     want = model.generate(**text, **options)
     accelerate(model, max_batch_size=2, max_seq_len=64)
     assert torch.equal(model.generate(**text, **options), want)
-    if (kinds := call.get("mm_token_type_ids")) is not None:  # a processor's
-        assert torch.equal(model.generate(**text, **options, mm_token_type_ids=0 * kinds), want)
+    for kinds in call.keys() & {"mm_token_type_ids", "token_type_ids"}:  # a processor's
+        assert torch.equal(model.generate(**text, **options, **{kinds: 0 * call[kinds]}), want)
     with pytest.raises(ArgumentError, match="takes tokens alone"):
         model.generate(**call, **options)
     unaccelerate(model)

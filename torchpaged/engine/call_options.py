@@ -71,6 +71,7 @@ def call_sampling(
     config: Any,
     model_kwargs: Mapping[str, Any],
     input_ids: Tensor,
+    model_type: str,
 ) -> CallSampling:
     """The call in the engine's terms.
 
@@ -79,6 +80,7 @@ def call_sampling(
         config: the call's ``GenerationConfig``.
         model_kwargs: the model's inputs, as generate() prepared them.
         input_ids: ``[rows, length]`` int64, left-padded.
+        model_type: of the model's config.
 
     Raises:
         ArgumentError: something that neither loop can do with a paged cache; names it.
@@ -86,7 +88,7 @@ def call_sampling(
     """
     if getattr(config, "output_attentions", None):
         raise _refuse("output_attentions", "False: paged attention keeps no weights", True)
-    _require_known_inputs(model_kwargs, input_ids)
+    _require_known_inputs(model_kwargs, input_ids, model_type)
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample", *_OWN_MODES):
         raise _refuse("generation_config", "greedy decoding, sampling or beams on an accelerated model", mode)
@@ -120,15 +122,17 @@ def call_sampling(
     return CallSampling(sampling, padding)
 
 
-def _is_of_text(name: str, value: Any) -> bool:
+def _is_of_text(name: str, value: Any, model_type: str) -> bool:
     """Whether an input about pictures says that there are none: the outputs of a model's towers, which
-    generate() adds, and the kinds of tokens, which processors give along."""
-    return (name == "mm_encoder_outputs" and not value) or (name == "mm_token_type_ids" and not value.any())
+    generate() adds, and the kinds of tokens, which processors give along. Gemma 3 has another name for these;
+    under that name GPT-2 embeds zeros, and PaliGemma means pictures by them."""
+    kinds = "token_type_ids" if model_type == "gemma3" else "mm_token_type_ids"
+    return (name == "mm_encoder_outputs" and not value) or (name == kinds and not value.any())
 
 
-def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
+def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor, model_type: str) -> None:
     for name, value in model_kwargs.items():
-        if value is None or name in (*_KNOWN_INPUTS, *_OUTPUTS) or _is_of_text(name, value):
+        if value is None or name in (*_KNOWN_INPUTS, *_OUTPUTS) or _is_of_text(name, value, model_type):
             continue
         raise _refuse(
             name,

@@ -156,10 +156,9 @@ class _Loop:
         if self._streamer is not None and len(input_ids) != 1:
             raise ArgumentError("streamer", "one row", f"{len(input_ids)} rows", "stream them one by one")
         prompts = without_padding(input_ids, model_kwargs.get("attention_mask"))
+        given = logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids
         try:
-            call = call_sampling(
-                logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids
-            )
+            call = call_sampling(*given, model.config.model_type)
         except PlainSteps as said:
             ahead = generation_config.prompt_lookup_num_tokens or 0
             said.rows, said.tokens = len(input_ids), generation_config.max_length + ahead

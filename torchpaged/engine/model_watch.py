@@ -8,9 +8,10 @@ A look costs O(modules and weights), 0.1 to 0.25 ms at 16 layers, 0.4 where all 
 So there are two between two steps, however many requests come there: at the first of them, which is refused
 at once, and ahead of the step, in front of which nothing of them was computed. Where a step runs the model's
 Python, every step looks: once a number or a hook is changed back, nothing shows that blocks were computed
-with it. What a replay reads are weights, and what `torchpaged.fuse` made of them, at addresses: unless that was called, only these are looked
-at in front of a replay. That the modules are the same and hold the same tensors, which the watch keeps alive,
-is looked at while the device replays, ahead of all that Python runs of the model and of the tokens.
+with it. What a replay reads are weights, and what `torchpaged.fuse` made of them, at addresses: unless that
+was called, only these are looked at in front of a replay. That the modules are the same and hold the same
+tensors, which the watch keeps alive, is looked at while the device replays, ahead of all that Python runs of
+the model and of the tokens.
 """
 
 from collections.abc import Callable

@@ -31,13 +31,16 @@ def filled(
 
 
 def test_a_cache_is_made_of_objects() -> None:
-    """What transformers calls is on the cache, and all state in its parts, each of which stands alone."""
+    """What transformers calls is on the cache, whose files are one line of classes, and all state in its
+    parts, each of which stands alone."""
     from torchpaged.hf.owner import PagedOwner
+    from torchpaged.hf.row_changes import RowChanges
+    from torchpaged.hf.row_forwards import RowForwards
     from torchpaged.hf.step_cache import StepCache
 
     cache, _ = filled(paged())
-    assert PagedCache.__bases__ == StepCache.__bases__ == (PagedOwner,)
-    assert PagedOwner.__bases__ == (Cache,)
+    assert PagedCache.__mro__[1:5] == (RowForwards, RowChanges, PagedOwner, Cache)
+    assert StepCache.__bases__ == (PagedOwner,)
     parts = (cache.rows, cache.masks, cache.backend, cache.order, cache.prefixes)
     assert all(type(part).__bases__ == (object,) for part in parts)
     held = {name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)}

@@ -126,7 +126,7 @@ def in_one_line(cache: Any) -> str:
 
 
 def described(cache: Any) -> str:
-    """See `PagedCache.describe`."""
+    """The memory arithmetic in one line; pools count once they exist."""
     parts = [_paged(cache) if cache.paged else _rows(cache)]
     rings, rolling = cache.rows.rolling, sum(layer.rolls for layer in cache.paged)
     if rings is not None:

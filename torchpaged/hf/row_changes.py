@@ -1,9 +1,8 @@
-"""What generate() does to the rows of a paged cache between forwards: take tokens back (`crop`), and reorder,
-repeat or select rows, which are one to us (`reindex`)."""
+"""What generate() does to the rows of a paged cache between forwards: take tokens back, and reorder, repeat
+or select rows, which are one to us."""
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,34 +22,107 @@ Pairs = list[tuple[int, int]]  # blocks: source, destination
 Copies = list[tuple[RowTable, Pairs]]
 
 
-def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> None:
-    """`PagedCache.crop`."""
-    try:
-        count = -operator.index(tokens_to_remove)
-    except (TypeError, ValueError):
-        raise ArgumentError("tokens_to_remove", "an integer of at most 0", repr(tokens_to_remove)) from None
-    if count < 0:
-        raise ArgumentError(
-            "tokens_to_remove",
-            "0, or the number of tokens to take back with a minus",
-            str(-count),
-            "cache.crop(-n) takes back n tokens",
-        )
-    rows = cache.rows
-    if rows.ready:
+class RowChanges(PagedOwner):
+    """What `torchpaged.hf.PagedCache` has of it."""
+
+    rows: CacheRows
+    prefixes: RowPrefixes
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens of every row, all at most (assisted generation).
+
+        The rule of transformers since 5.18. In 5.17 a positive number is the length to keep, deprecated; here
+        it is refused in either.
+
+        Args:
+            tokens_to_remove: 0 or negative.
+
+        Raises:
+            ArgumentError: a positive number, no integer, or a forward before that did not complete; nothing
+                is taken back then.
+        """
+        try:
+            count = -operator.index(tokens_to_remove)
+        except (TypeError, ValueError):
+            expected = "an integer of at most 0"
+            raise ArgumentError("tokens_to_remove", expected, repr(tokens_to_remove)) from None
+        if count < 0:
+            raise ArgumentError(
+                "tokens_to_remove",
+                "0, or the number of tokens to take back with a minus",
+                str(-count),
+                "cache.crop(-n) takes back n tokens",
+            )
+        rows = self.rows
+        if rows.ready:
+            rows.require_complete()
+            count = min(count, int(rows.total))
+            for state in self.states if count else ():
+                state.require_croppable(count)
+            copies = _unshare(rows, count) if count else []
+            self._copy_blocks(copies)
+            if copies:
+                self.prefixes.find([max(length - count, 0) for length in rows.lengths()])
+        for layer in self.layers:
+            if hasattr(layer, "crop"):
+                layer.crop(-count)  # a recurrent state may refuse: before the rows change
+        if count and rows.ready:
+            _take_back(rows, count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is
+        copied, where two rows continue the same. Nothing to do for rows that hold nothing, as in
+        transformers' caches.
+
+        Raises:
+            ArgumentError: rows that there are not, none at all, or more than there is room for; a forward
+                before that did not complete. Nothing is changed then.
+            BlockPoolExhaustedError: there are too few blocks; nothing is changed then.
+        """
+        self._reindex(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, neighbours; raises as `reorder_cache`."""
+        self._reindex([row for row in range(len(self.rows.blocks)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, by their numbers; raises as `reorder_cache`."""
+        self._reindex(indices.tolist())
+
+    def _reindex(self, parents: Sequence[int]) -> None:
+        """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`."""
+        rows = self.rows
         rows.require_complete()
-        count = min(count, int(rows.total))
-        for state in cache.states if count else ():
-            state.require_croppable(count)
-        copies = _unshare(rows, count) if count else []
-        _copy_blocks(cache, copies)
-        if copies:
-            prefixes.find([max(length - count, 0) for length in rows.lengths()])
-    for layer in cache.layers:
-        if hasattr(layer, "crop"):
-            layer.crop(-count)  # a recurrent state may refuse: before the rows change
-    if count and rows.ready:
-        _take_back(rows, count)
+        if not rows.ready:
+            return
+        num_rows = len(rows.blocks)
+        if not parents or not all(is_int(parent) and 0 <= parent < num_rows for parent in parents):
+            raise ArgumentError(
+                "rows",
+                f"row numbers from 0 to {num_rows - 1}, one at least",
+                str(list(parents)),
+                "of a mask give mask.nonzero().flatten()",
+            )
+        if len(parents) > rows.max_rows:
+            raise too_many_rows(f"at least {len(parents)} rows", rows.max_rows)
+        if list(parents) == list(range(num_rows)):
+            return
+        lengths = rows.lengths()
+        self.prefixes.forget()
+        self._copy_blocks(_fork(rows, parents, lengths))
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.reorder_cache(to_device(parents, torch.int64, rows.seq_lens.device))
+        self.prefixes.find([lengths[parent] for parent in parents])
+
+    def _copy_blocks(self, copies: Copies) -> None:
+        """In the pools of every layer that has the table."""
+        for table, pairs in copies:
+            if pairs and self.late_copies is not None:
+                self.late_copies.add(pairs)
+            elif pairs:
+                mapping = _mapping(pairs, len(pairs), table.table.device)
+                _copy_in(self, mapping, rolls=table is self.rows.rolling)
 
 
 def _unshare(rows: CacheRows, count: int) -> Copies:
@@ -84,40 +156,6 @@ def _take_back(rows: CacheRows, count: int) -> None:
         rows.padding = [min(padding, total) for padding in rows.padding]
 
 
-def reindex(cache: PagedOwner, prefixes: RowPrefixes, parents: Sequence[int]) -> None:
-    """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`. Nothing to do for rows that
-    hold nothing, as in transformers' caches.
-
-    Raises:
-        ArgumentError: rows that there are not, none at all, or more than there is room for; a forward before
-            that did not complete. Nothing is changed then.
-        BlockPoolExhaustedError: there are too few blocks; nothing is changed then.
-    """
-    rows = cache.rows
-    rows.require_complete()
-    if not rows.ready:
-        return
-    num_rows = len(rows.blocks)
-    if not parents or not all(is_int(parent) and 0 <= parent < num_rows for parent in parents):
-        raise ArgumentError(
-            "rows",
-            f"row numbers from 0 to {num_rows - 1}, one at least",
-            str(list(parents)),
-            "of a mask give mask.nonzero().flatten()",
-        )
-    if len(parents) > rows.max_rows:
-        raise too_many_rows(f"at least {len(parents)} rows", rows.max_rows)
-    if list(parents) == list(range(num_rows)):
-        return
-    lengths = rows.lengths()
-    prefixes.forget()
-    _copy_blocks(cache, _fork(rows, parents, lengths))
-    for layer in cache.layers:
-        if isinstance(layer, StateLayer):
-            layer.reorder_cache(to_device(parents, torch.int64, rows.seq_lens.device))
-    prefixes.find([lengths[parent] for parent in parents])
-
-
 def _fork(rows: CacheRows, parents: Sequence[int], lengths: Sequence[int]) -> Copies:
     """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens, see
     `RowBlocks.reindex`."""
@@ -130,16 +168,6 @@ def _fork(rows: CacheRows, parents: Sequence[int], lengths: Sequence[int]) -> Co
         rows.padding = [rows.padding[parent] for parent in parents]
     rows.upload()
     return copies
-
-
-def _copy_blocks(cache: PagedOwner, copies: Copies) -> None:
-    """In the pools of every layer that has the table."""
-    for table, pairs in copies:
-        if pairs and cache.late_copies is not None:
-            cache.late_copies.add(pairs)
-        elif pairs:
-            mapping = _mapping(pairs, len(pairs), table.table.device)
-            _copy_in(cache, mapping, rolls=table is cache.rows.rolling)
 
 
 def _mapping(pairs: Pairs, length: int, device: torch.device) -> Tensor:

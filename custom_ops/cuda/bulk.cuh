@@ -35,12 +35,8 @@ __device__ __forceinline__ void st_async(u32 to, const float (&x)[4], u32 barrie
 }
 // What st_async brought.
 __device__ __forceinline__ float4 load_shared(u32 at) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(at)
-               : "memory");
-  return x;
+  LOADED(float4, "ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];", "r"(at), "=f"(x.x), "=f"(x.y), "=f"(x.z),
+         "=f"(x.w))
 }
 __device__ __forceinline__ void fence_mbarrier_init() {  // the copy engine sees them
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -73,56 +69,38 @@ __device__ __forceinline__ void bulk_store(void *to, u32 from, int bytes, u64 po
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+// One load of a box of `map`; `places`: the rest of the instruction, whose operands follow.
+#define L2_HINT ".L2::cache_hint"
+#define TMA_LOAD(dims, hint, places, ...) \
+  asm volatile("cp.async.bulk.tensor." dims ".shared::cluster.global.mbarrier::complete_tx::bytes" hint \
+               " [%0], [%1, " places ::"r"(to), "l"(map), __VA_ARGS__ : "memory")
 // A box of `map` from column k and row on, into shared memory.
 __device__ __forceinline__ void tma_load_2d(u32 to, const void *map, int k, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-      "[%4];" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(barrier)
-      : "memory");
+  TMA_LOAD("2d", "", "{%2, %3}], [%4];", "r"(k), "r"(row), "r"(barrier));
 }
 // The same with a policy of L2.
 __device__ __forceinline__ void tma_load_2d(u32 to, const void *map, int k, int row, u32 barrier,
                                             u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-      "{%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
+  TMA_LOAD("2d", L2_HINT, "{%2, %3}], [%4], %5;", "r"(k), "r"(row), "r"(barrier), "l"(policy));
 }
 // The same in three dimensions: two boxes `apart` in the middle one, whose rows take turns.
 __device__ __forceinline__ void tma_load_2d_pairs(u32 to, const void *map, int k, int row, u32 barrier,
                                                   u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-      "{%2, 0, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
+  TMA_LOAD("3d", L2_HINT, "{%2, 0, %3}], [%4], %5;", "r"(k), "r"(row), "r"(barrier), "l"(policy));
 }
 // Boxes of three and four dimensions, from a place given for each.
 __device__ __forceinline__ void tma_load_3d(u32 to, const void *map, int x, int y, int z, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-      : "memory");
+  TMA_LOAD("3d", "", "{%2, %3, %4}], [%5];", "r"(x), "r"(y), "r"(z), "r"(barrier));
 }
 __device__ __forceinline__ void tma_load_4d(u32 to, const void *map, int x, int y, int z, int w,
                                             u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
-      "%5}], [%6];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
-      : "memory");
+  TMA_LOAD("4d", "", "{%2, %3, %4, %5}], [%6];", "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier));
 }
 // The same with a policy of L2.
 __device__ __forceinline__ void tma_load_4d(u32 to, const void *map, int x, int y, int z, int w,
                                             u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-      "{%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
-      : "memory");
+  TMA_LOAD("4d", L2_HINT, "{%2, %3, %4, %5}], [%6], %7;", "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier),
+           "l"(policy));
 }
 __device__ __forceinline__ void prefetch_tensormap(const void *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -151,6 +151,11 @@ __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the
   const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
   return fabsf(x) < 0.3f ? series : far;
 }
+// Of one load: what stands in a function that gives it.
+#define LOADED(type, text, from, ...) \
+  type x; \
+  asm volatile(text : __VA_ARGS__ : from : "memory"); \
+  return x;
 // Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1
 // may still hold an older step's: a program that starts early is not known to find L1 emptied. They are not
 // written while the kernel runs. So the first reads come from L2, and the last of them is an acquire, which
@@ -174,45 +179,27 @@ __device__ __forceinline__ int load_and_forget_l1(const int *p) {
   return x;
 }
 __device__ __forceinline__ u16 load_l2(const u16 *p) {
-  u16 x;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
-  return x;
+  LOADED(u16, "ld.global.cg.u16 %0, [%1];", "l"(p), "=h"(x))
 }
 __device__ __forceinline__ u32 load_l2(const u32 *p) {
-  u32 x;
-  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
+  LOADED(u32, "ld.global.cg.u32 %0, [%1];", "l"(p), "=r"(x))
 }
 __device__ __forceinline__ float load_l2(const float *p) {  // other CTAs wrote it: L1 must not answer
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
-  return x;
+  LOADED(float, "ld.global.cg.f32 %0, [%1];", "l"(p), "=f"(x))
 }
 __device__ __forceinline__ float2 load_l2(const float2 *p) {
-  float2 x;
-  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
-  return x;
+  LOADED(float2, "ld.global.cg.v2.f32 {%0,%1}, [%2];", "l"(p), "=f"(x.x), "=f"(x.y))
 }
 __device__ __forceinline__ float4 load_l2(const float4 *p) {
-  float4 x;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(p)
-               : "memory");
-  return x;
+  LOADED(float4, "ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];", "l"(p),
+         "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w))
 }
 __device__ __forceinline__ uint2 load_l2(const uint2 *p) {
-  uint2 x;
-  asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p) : "memory");
-  return x;
+  LOADED(uint2, "ld.global.cg.v2.u32 {%0,%1}, [%2];", "l"(p), "=r"(x.x), "=r"(x.y))
 }
 __device__ __forceinline__ uint4 load_l2(const uint4 *p) {
-  uint4 x;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(p)
-               : "memory");
-  return x;
+  LOADED(uint4, "ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];", "l"(p),
+         "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w))
 }
 
 // Programmatic dependent launch; compute capability 9.0 and later. What is read before the wait was complete
@@ -259,27 +246,17 @@ __device__ __forceinline__ void st_cluster(u32 to, u32 x) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 __device__ __forceinline__ u32 ld_cluster_u32(u32 from) {
-  u32 x;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
-  return x;
+  LOADED(u32, "ld.shared::cluster.u32 %0, [%1];", "r"(from), "=r"(x))
 }
 __device__ __forceinline__ float ld_cluster_float(u32 from) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
-  return x;
+  LOADED(float, "ld.shared::cluster.f32 %0, [%1];", "r"(from), "=f"(x))
 }
 __device__ __forceinline__ float2 ld_cluster_float2(u32 from) {
-  float2 x;
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
-  return x;
+  LOADED(float2, "ld.shared::cluster.v2.f32 {%0,%1}, [%2];", "r"(from), "=f"(x.x), "=f"(x.y))
 }
 __device__ __forceinline__ float4 ld_cluster_float4(u32 from) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(from)
-               : "memory");
-  return x;
+  LOADED(float4, "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];", "r"(from),
+         "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w))
 }
 __device__ __forceinline__ float4 ld_cluster_float4_or_zero(u32 from, bool real) {
   float4 x = {0.f, 0.f, 0.f, 0.f};

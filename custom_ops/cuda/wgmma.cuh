@@ -53,18 +53,15 @@ template <int N> __device__ __forceinline__ void give_registers() {
 
 // d += a @ b.T for 16 k of 64 rows, both from shared memory; d[n] is the fragment of b's rows n * 8 .. n * 8
 // + 7, as mma.m16n8k16 has it, warp w of the four with rows w * 16 ... of a.
-template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[1][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n8k16", "{" R4 "}, %4, %5, 1, 1, 1, 0, 0;" : D4(0) : "l"(a), "l"(b));
-}
-template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[2][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n16k16", "{" R8 "}, %8, %9, 1, 1, 1, 0, 0;" : D4(0), D4(1) : "l"(a), "l"(b));
-}
-template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[4][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n32k16", "{" R16 "}, %16, %17, 1, 1, 1, 0, 0;" : D16(0) : "l"(a), "l"(b));
-}
-template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[8][4], u64 a, u64 b) {
-  WGMMA(FP16, "m64n64k16", "{" R32 "}, %32, %33, 1, 1, 1, 0, 0;" : D16(0), D16(4) : "l"(a), "l"(b));
-}
+#define WGMMA_OF(n, groups, behind_d, ...) \
+  template <bool FP16> __device__ __forceinline__ void wgmma(float (&d)[groups][4], u64 a, u64 b) { \
+    WGMMA(FP16, "m64n" #n "k16", "{" behind_d ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(a), "l"(b)); \
+  }
+WGMMA_OF(8, 1, R4 "}, %4, %5", D4(0))
+WGMMA_OF(16, 2, R8 "}, %8, %9", D4(0), D4(1))
+WGMMA_OF(32, 4, R16 "}, %16, %17", D16(0))
+WGMMA_OF(64, 8, R32 "}, %32, %33", D16(0), D16(4))
+#undef WGMMA_OF
 // The same for 80 to 256 rows of b in steps of 16. The descriptors stand first, so that a size's registers
 // are those of the size before it and eight more.
 #define R_64 "%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19," \

@@ -3,15 +3,11 @@
 
 #include "../../cuda/machine.cuh"
 #include "top_k_config.cuh"
+#include "../../cuda/clustered.cuh"
 
 constexpr int THREADS = 1024, WARPS = 32, BINS = 2048, CTA_COLUMNS = THREADS * 4 * VECTORS;
 constexpr u32 LOWEST = 0x007fffff;  // of -inf, which is never taken
 static_assert(CTA_COLUMNS < 1 << 16, "two counts in a number");
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
 
 struct Shared {
   u32 counts[BINS], totals[BINS];  // of this CTA; of the cluster

@@ -4,6 +4,7 @@
 #include "../../cuda/activation.cuh"
 #include "../../cuda/machine.cuh"
 #include "linear_config.cuh"
+#include "../../cuda/clustered.cuh"
 
 struct Params {
   const char *x, *weight, *bias, *scale, *residual, *norm_weight;
@@ -24,8 +25,3 @@ constexpr int TILE_ROWS = K_PARTS > 1 ? ROW_WARPS * MT * (GATED ? 32 : 64) : OUT
 constexpr bool EDGE_N = OUT_WIDTH % TILE_ROWS != 0;
 constexpr int CHUNKS = (IN_FEATURES + 63) / 64;
 constexpr int LINE = 128;                                 // bytes of a chunk's 64 numbers
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif

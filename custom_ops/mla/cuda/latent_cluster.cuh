@@ -3,12 +3,7 @@
 #pragma once
 
 #include "latent_epilogue.cuh"
-
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
+#include "../../cuda/clustered.cuh"
 
 struct Share {  // tiles of keys of a CTA of a cluster, and how many CTAs have some
   int each, parts;

@@ -12,12 +12,7 @@
 
 #include "latent_selected_fp8.cuh"
 #include "latent_pairs_mainloop.cuh"
-
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
+#include "../../cuda/clustered.cuh"
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 latent_selected(const __grid_constant__ Params p) {

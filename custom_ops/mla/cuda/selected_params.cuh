@@ -3,12 +3,7 @@
 
 #include "../../cuda/machine.cuh"
 #include "selected_config.cuh"
-
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
+#include "../../cuda/clustered.cuh"
 
 // With 16 heads a CTA's memory and registers are such that two of them fit a multiprocessor.
 constexpr int THREADS = 256, WARPS = 8, TILE = M_TILES == 1 ? 32 : 64, STAGES = 2, MAX_KEYS = 2048;

@@ -18,12 +18,8 @@
 // (arXiv:2501.01005, 2.2).
 
 #include "decode_mainloop.cuh"
+#include "../../../cuda/clustered.cuh"
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
 #if MAX_REGISTERS > 0  // the two attributes exclude each other
 #define BOUNDED __maxnreg__(MAX_REGISTERS)
 #else

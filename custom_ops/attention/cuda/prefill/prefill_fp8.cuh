@@ -18,34 +18,28 @@ constexpr float WEIGHT_BITS = Q_FP8 ? 8.f : 0.f;
   asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 " __VA_ARGS__)
 
 // d (+)= a @ b.T for 32 columns: 64 query rows, as many keys as d is twice long. ADD: 0 starts from zeros.
-template <int ADD> __device__ __forceinline__ void scores32(float (&d)[32], u64 a, u64 b) {
-  WGMMA8("m64n64k32", "{" R32 "}, %32, %33, %34, 1, 1;" : F32(0) : "l"(a), "l"(b), "n"(ADD));
-}
-template <int ADD> __device__ __forceinline__ void scores32(float (&d)[64], u64 a, u64 b) {
-  WGMMA8("m64n128k32", "{" R64 "}, %64, %65, %66, 1, 1;" : F64(0) : "l"(a), "l"(b), "n"(ADD));
-}
-template <int ADD> __device__ __forceinline__ void scores32(float (&d)[80], u64 a, u64 b) {
-  WGMMA8("m64n160k32", "{" R80 "}, %80, %81, %82, 1, 1;" : F64(0), F16(64) : "l"(a), "l"(b), "n"(ADD));
-}
-template <int ADD> __device__ __forceinline__ void scores32(float (&d)[96], u64 a, u64 b) {
-  WGMMA8("m64n192k32", "{" R96 "}, %96, %97, %98, 1, 1;" : F64(0), F32(64) : "l"(a), "l"(b), "n"(ADD));
-}
-template <int ADD> __device__ __forceinline__ void scores32(float (&d)[128], u64 a, u64 b) {
-  WGMMA8("m64n256k32", "{" R128 "}, %128, %129, %130, 1, 1;" : F64(0), F64(64) : "l"(a), "l"(b), "n"(ADD));
-}
+#define SCORES32(n, keys, behind_d, ...) \
+  template <int ADD> __device__ __forceinline__ void scores32(float (&d)[n], u64 a, u64 b) { \
+    WGMMA8("m64n" #keys "k32", "{" R##n "}, " behind_d ", 1, 1;" : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADD)); \
+  }
+SCORES32(32, 64, "%32, %33, %34", F32(0))
+SCORES32(64, 128, "%64, %65, %66", F64(0))
+SCORES32(80, 160, "%80, %81, %82", F64(0), F16(64))
+SCORES32(96, 192, "%96, %97, %98", F64(0), F32(64))
+SCORES32(128, 256, "%128, %129, %130", F64(0), F64(64))
+#undef SCORES32
 // d += a @ b.T for 32 keys: weights of 64 query rows; turned values, twice as many rows as d is long.
 // Declared for every width: a call in a discarded branch is checked all the same. fp8 queries
 // come in the widths below alone.
 template <int N> __device__ void values32(float (&d)[N], const u32 *a, u64 b);
-__device__ __forceinline__ void values32(float (&d)[32], const u32 *a, u64 b) {
-  WGMMA8("m64n64k32", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1;" : F32(0) : A4, "l"(b));
-}
-__device__ __forceinline__ void values32(float (&d)[64], const u32 *a, u64 b) {
-  WGMMA8("m64n128k32", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1;" : F64(0) : A4, "l"(b));
-}
-__device__ __forceinline__ void values32(float (&d)[128], const u32 *a, u64 b) {
-  WGMMA8("m64n256k32", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1;" : F64(0), F64(64) : A4, "l"(b));
-}
+#define VALUES32(n, rows, behind_d, ...) \
+  __device__ __forceinline__ void values32(float (&d)[n], const u32 *a, u64 b) { \
+    WGMMA8("m64n" #rows "k32", "{" R##n "}, " behind_d ", 1, 1, 1;" : __VA_ARGS__ : A4, "l"(b)); \
+  }
+VALUES32(32, 64, "{%32,%33,%34,%35}, %36", F32(0))
+VALUES32(64, 128, "{%64,%65,%66,%67}, %68", F64(0))
+VALUES32(128, 256, "{%128,%129,%130,%131}, %132", F64(0), F64(64))
+#undef VALUES32
 
 // The first product of either kind: for 32 bytes of each row and each key.
 template <int ADD, int N> __device__ __forceinline__ void scores(float (&d)[N], u64 a, u64 b) {

@@ -28,22 +28,14 @@ template <int ADD> __device__ __forceinline__ void scores16(float (&d)[64], u64 
 }
 // d += a @ b for 16 keys: weights of 64 query rows as mma.m16n8k16 has them; value columns, twice as many as
 // d is long, contiguous in `b`.
-__device__ __forceinline__ void values16(float (&d)[16], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n32k16", "{" R16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 1;" : F16(0) : A4, "l"(b));
-}
-__device__ __forceinline__ void values16(float (&d)[32], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n64k16", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;" : F32(0) : A4, "l"(b));
-}
-__device__ __forceinline__ void values16(float (&d)[48], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n96k16", "{" R48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;" : F32(0), F16(32) : A4, "l"(b));
-}
-__device__ __forceinline__ void values16(float (&d)[64], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n128k16", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;" : F64(0) : A4, "l"(b));
-}
-__device__ __forceinline__ void values16(float (&d)[96], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n192k16", "{" R96 "}, {%96,%97,%98,%99}, %100, 1, 1, 1, 1;" : F64(0), F32(64) : A4, "l"(b));
-}
-__device__ __forceinline__ void values16(float (&d)[128], const u32 *a, u64 b) {
-  WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
-               : F64(0), F64(64) : A4, "l"(b));
-}
+#define VALUES16(n, columns, behind_d, ...) \
+  __device__ __forceinline__ void values16(float (&d)[n], const u32 *a, u64 b) { \
+    WGMMA(HALF, "m64n" #columns "k16", "{" R##n "}, " behind_d ", 1, 1, 1, 1;" : __VA_ARGS__ : A4, "l"(b)); \
+  }
+VALUES16(16, 32, "{%16,%17,%18,%19}, %20", F16(0))
+VALUES16(32, 64, "{%32,%33,%34,%35}, %36", F32(0))
+VALUES16(48, 96, "{%48,%49,%50,%51}, %52", F32(0), F16(32))
+VALUES16(64, 128, "{%64,%65,%66,%67}, %68", F64(0))
+VALUES16(96, 192, "{%96,%97,%98,%99}, %100", F64(0), F32(64))
+VALUES16(128, 256, "{%128,%129,%130,%131}, %132", F64(0), F64(64))
+#undef VALUES16

@@ -4,6 +4,7 @@ refused until it is fused again; and which layers are left alone."""
 import copy
 import functools
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_a_pickle_is_refused_where_it_is_made(passes: tuple[str, ...] | None) ->
         torch.save(model, io.BytesIO())
     unfuse(model)
     torch.save(model, io.BytesIO())
+
+
+def test_a_pickle_is_refused_ahead_of_what_it_could_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation of another library's that is no module's function."""
+    model = build("Llama")
+    own = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    monkeypatch.setattr(f"{type(model).__module__}.apply_rotary_pos_emb", lambda *q_and_k: own(*q_and_k))
+    fuse(model)
+    with pytest.raises(NotCopyableError, match=r"unfuse\(model\)"):
+        torch.save(model, io.BytesIO())
 
 
 def test_a_copy_is_fused_and_independent() -> None:

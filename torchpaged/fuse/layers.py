@@ -6,6 +6,7 @@ the layer's own forward. What a step needs is looked up once, in a `LayerPlan`: 
 mixes the tokens is a `MixerPlan`'s: mixers.py.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
+from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.fuse.experts import ExpertsPlan
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import activation_of, norm_of
@@ -36,7 +38,27 @@ def paged_owner(cache: Any) -> PagedOwner | None:
     return None if owner is None or owner.dense else owner
 
 
-class LayerPlan:
+class FusedPart:
+    """What a fused model holds, which may be copied and not pickled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        """Refuse: what is unpickled looks the fused forwards up by their names, and finds none.
+
+        Raises:
+            NotCopyableError: always.
+        """
+        raise NotCopyableError(
+            "a fused model can't be pickled: call torchpaged.hf.unfuse(model) before, and fuse what is "
+            "loaded; copy.deepcopy and model.save_pretrained take it as it is"
+        )
+
+
+class LayerPlan(FusedPart):
     """What the fused forward of one layer uses.
 
     Args:

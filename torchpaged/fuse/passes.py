@@ -10,7 +10,6 @@ caches change; fuse last, after loading, moving, adapters and quantisation. docs
 the launches per layer.
 """
 
-import copy
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,14 +19,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
-from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.few_tokens import of_few_tokens, takes_few_tokens
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.families import ARCHITECTURES, WITHIN
 from torchpaged.fuse.fusible import PASSES, why_changed, why_not, why_unknown
 from torchpaged.fuse.latent_layers import LatentPlan
-from torchpaged.fuse.layers import LayerPlan, fused_forward, paged_owner
+from torchpaged.fuse.layers import FusedPart, LayerPlan, fused_forward, paged_owner
 from torchpaged.fuse.mixers import NO_ROTATION, MixerPlan
 from torchpaged.fuse.report import FusionReport, count_launches
 from torchpaged.fuse.rope_table import lazy_forward
@@ -42,7 +41,7 @@ from torchpaged.hf.switch import is_attached, unpack_mixers
 from torchpaged.model_state import MOVES, ModelState
 
 
-class _Fusion:
+class _Fusion(FusedPart):
     """What was done to a model, so that it can be undone."""
 
     def __init__(self, base: nn.Module, report: FusionReport, rotations: Rotations) -> None:
@@ -53,22 +52,6 @@ class _Fusion:
         self.ends: Ends
         self.state: ModelState
         self.handles: list[Any] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusion":
-        twin = memo[id(self)] = object.__new__(_Fusion)
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
-
-    def __reduce__(self) -> Any:
-        """Refuse: what is unpickled looks the fused forwards up by their names, and finds none.
-
-        Raises:
-            NotCopyableError: always.
-        """
-        raise NotCopyableError(
-            "a fused model can't be pickled: call torchpaged.hf.unfuse(model) before, and fuse what is "
-            "loaded; copy.deepcopy and model.save_pretrained take it as it is"
-        )
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance; functions become methods."""

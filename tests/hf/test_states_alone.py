@@ -62,6 +62,16 @@ def test_the_cache_by_either_name() -> None:
         model.generate(ids, **GREEDY, past_key_values=cached(attach(model_of("mamba2"))))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_of_embeddings(name: str) -> None:
+    model = model_of(name, "eager")
+    call = {"inputs_embeds": model.get_input_embeddings()(prompts(padding=0)["input_ids"]).detach(), **GREEDY}
+    want = model.generate(**call)
+    with paged(model):
+        assert torch.equal(model.generate(**call), want)
+        assert torch.equal(model.generate(**call, past_key_values=cached(model)), want)
+
+
 def test_what_a_mask_must_be() -> None:
     model = attach(model_of("mamba"))
     call, cache = prompts(), cached(model)

@@ -66,9 +66,14 @@ def _of_causal_lm(model: Any) -> Functions:
         return CausalLMOutputWithPast(out.loss, out.logits, past_key_values, out.hidden_states)
 
     def prepare_inputs_for_generation(
-        self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:  # by the name ``kwargs`` generate() knows that the forward's arguments are taken
+        self: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:  # by these names generate() knows what is taken
         require_left(cache_of(kwargs), input_ids, kwargs.get("next_sequence_length"))
+        kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = prepare(self, input_ids, attention_mask=attention_mask, **kwargs)
         cache = inputs.get(CACHE)
         if not isinstance(cache, PagedOwner) or cache.rows is None:

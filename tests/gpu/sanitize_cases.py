@@ -19,7 +19,7 @@ import torch
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.mla.cuda import selected
-from torchpaged.custom_ops.mla.cuda.shape import MAX_FP8_ROWS
+from torchpaged.custom_ops.mla.cuda.shape import MAX_FP8_HALF_ROWS
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -90,7 +90,7 @@ def latent() -> None:
             options = {"rank": 512, "rope": 64, "dtype": dtype, "device": "cuda", "block_size": 32}
             batch = make_latent_batch(spec, num_heads=num_heads, **options)
             run_mla_attention(BACKEND_OPS["cuda"], batch)
-            if num_heads * max(spec.query_lens) <= MAX_FP8_ROWS:
+            if dtype == torch.bfloat16 or num_heads * max(spec.query_lens) <= MAX_FP8_HALF_ROWS:
                 run_mla_attention(BACKEND_OPS["cuda"], as_fp8(batch))
     torch.cuda.synchronize()
     print("latent: done")

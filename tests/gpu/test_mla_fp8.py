@@ -47,9 +47,9 @@ def test_matches_the_oracle(heads: int, rank: int, rope: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("heads", [1, 5, 16, 20, 32])
+@pytest.mark.parametrize("heads", [1, 5, 16, 20, 32, 100])
 def test_short_queries_on_hopper(heads: int, block_size: int, dtype: torch.dtype) -> None:
-    """By the kernel in CUDA C++, the same bits twice."""
+    """By the kernels in CUDA C++ but many rows of float16, the same bits twice."""
     if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
         pytest.skip("the kernel runs on Hopper")
     edges = BatchSpec("edges of tiles", (63, 64, 65, 127, 128, 129), (1,) * 6)
@@ -58,13 +58,14 @@ def test_short_queries_on_hopper(heads: int, block_size: int, dtype: torch.dtype
     for number, spec in enumerate(
         (LONG, edges, ranges, drafts, BATCH_SPECS["speculative"], BATCH_SPECS["left_padded_chunk"])
     ):
-        if max(spec.query_lens) * heads > shape.MAX_FP8_ROWS:
+        rows = max(spec.query_lens) * heads
+        if rows > shape.MAX_ROWS:
             continue
         sizes: dict[str, Any] = {"num_heads": heads, "rank": 512, "rope": 64, "block_size": block_size}
         batch = as_fp8(make_latent_batch(spec, dtype=dtype, device="cuda", seed=number, **sizes))
         out, lse = run_mla_attention(CUDA, batch, causal=number % 2 == 0)
         call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale)
-        assert route(call) is None
+        assert (route(call) is None) == (dtype == torch.bfloat16 or rows <= shape.MAX_FP8_HALF_ROWS)
         assert_latent_close(out, lse, batch, causal=number % 2 == 0)
         again = run_mla_attention(CUDA, batch, causal=number % 2 == 0)
         assert torch.equal(out, again[0]) and torch.equal(lse, again[1])

@@ -10,15 +10,19 @@ constexpr int STAGE_BYTES = TILE_KV * ROW_BYTES;
 constexpr int CONSUMER_THREADS = 256, CONSUMER_WARPS = 8, THREADS = CONSUMER_THREADS + 128;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 104, OF_CTA = 65536 / 2 / THREADS / 8 * 8;
 static_assert(CONSUMER_REGISTERS * CONSUMER_THREADS + PRODUCER_REGISTERS * 128 <= OF_CTA * THREADS, "");
-constexpr int SCORES_LINE = TILE_KV + 4, WEIGHTS_LINE = TILE_KV * 2 + 16;  // floats, bytes: in other banks
-constexpr int COPIED_KEYS = 16;                                            // at a time, all of one block
-static_assert(RANK == 512 && ROPE == 64, "each of eight warps has half of a scale's columns");
-static_assert(ROWS <= 16 && STAGES >= 2 && BLOCK_SIZE % COPIED_KEYS == 0, "registers, and whole copies");
+// Queries are sums of so many terms of e4m3, with which those of 16 bits are exact.
+constexpr int TERMS = HALF ? 3 : 2;
+// Of a row of queries the scores of a tile by two warpgroups, then its weights, times each of the scales.
+constexpr int ROW_LINE = GROUPS * TILE_KV * 2 + 16;  // in other banks
+constexpr int COPIED_KEYS = 16;                      // at a time, all of one block
+static_assert(RANK == 512 && ROPE == 64, "a warpgroup has the columns of two scales");
+static_assert(TERMS * ROWS <= 32 && STAGES >= 2 && BLOCK_SIZE % COPIED_KEYS == 0, "room, and whole copies");
 
 // Where things are, in bytes from the begin; custom_ops/mla/cuda/shape.py counts the same.
-constexpr int SCORES_AT = STAGES * STAGE_BYTES;                         // [GROUPS, ROWS, SCORES_LINE]
-constexpr int WEIGHTS_AT = SCORES_AT + GROUPS * ROWS * SCORES_LINE * 4;  // [GROUPS, ROWS] lines
-constexpr int UNITS_AT = WEIGHTS_AT + GROUPS * ROWS * WEIGHTS_LINE;     // [ROWS, GROUPS], one over a unit
+constexpr int Q_AT = STAGES * STAGE_BYTES;  // [GROUPS, TERMS, ROWS] lines of 128 bytes, swizzled
+constexpr int Q_GROUP_BYTES = TERMS * ROWS * 128, Q_ROTATED_AT = Q_AT + GROUPS * Q_GROUP_BYTES;  // [ROWS]
+constexpr int WEIGHTS_AT = Q_ROTATED_AT + ROWS * 128;                   // [ROWS] lines, scores before
+constexpr int UNITS_AT = WEIGHTS_AT + ROWS * ROW_LINE;                  // [ROWS, GROUPS], one over a unit
 constexpr int FACTORS_AT = UNITS_AT + ROWS * GROUPS * 4;                // [ROWS, GROUPS], for accumulators
 constexpr int FULL_AT = FACTORS_AT + ROWS * GROUPS * 4, EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr int SCAN_AT = EMPTY_AT + STAGES * 8;  // numbers of opening the schedule

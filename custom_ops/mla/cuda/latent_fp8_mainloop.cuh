@@ -1,21 +1,23 @@
-// The consumers of rows of fp8: eight warps. Keys are numbers of e4m3, which are exact in float16, where each
-// warp converts them, in registers: once as fragments of keys, once, turned, as fragments of values.
+// The consumers of rows of fp8: eight warps. Scores are products of e4m3: queries are terms that add up to
+// them, of which bfloat16 takes two and float16 three, side by side as columns of a product. Values are
+// converted in registers to float16, which is exact.
 //
-// A step: a warp has the scores of 32 keys, of the 128 columns that share a scale and a quarter of the
-// rotated ones, and multiplies them by its keys' scales. Then it adds those of ROWS / 8 rows for all keys and
-// has their weights, times each of the scales. Then it has 64 value columns.
+// A step: a warpgroup has the scores of all keys, of the columns of two scales and half of the rotated ones,
+// and multiplies them by its keys' scales. Then a warp adds those of ROWS / 8 rows for all keys and has their
+// weights, times each of the scales. Then it has 64 value columns.
 //
 // Weights are relative to a row's level, a whole power of two, which rises where one is over MOST; those
 // times scales to a unit, a power of two for each row and scale, which rises where one is over MOST_SCALED.
 // So whatever the scales are, what is lost of small products is below 2^-22 of the largest ones, and what
-// accumulators are multiplied by is exact. Queries of bfloat16 are float16 over a power of two for each row:
-// of what is below 2^-28 of its largest number some bits are lost, of the rest none.
+// accumulators are multiplied by is exact. Queries are over a power of two for each row: of what is below
+// 2^-14 of its largest number less than 2^-21 of that is lost, of the rest nothing.
 #pragma once
 
 #include "latent_epilogue.cuh"
 #include "latent_fp8_load.cuh"
 
 constexpr float MOST = 0x1p8f, MOST_SCALED = 0x1p14f;  // of a weight, and of one times a scale, over its unit
+constexpr float NEXT_TERM = 0x1p-5f;  // of queries: what one term lacks is over this in the next one
 constexpr int ALL_CONSUMERS = 1;  // a named barrier
 constexpr int MY_TILES = 4;       // of 16 value columns, of a warp
 
@@ -51,61 +53,76 @@ struct RowConsumer {
   const u32 shared;
   const int warp, lane;
 
-  // Of the 16 rows a warp has the scores of one half, for all keys; of 8 rows all, for half of the keys.
-  __device__ __forceinline__ int my_block() const { return BLOCKS_8 == 1 ? 0 : warp % 2; }
-  // Queries of a warp's columns, as fragments: [16 columns][8 rows], and of its rotated ones.
-  struct Queries {
-    u32 latents[8][2], rotated[2];
-  };
-  __device__ __forceinline__ void load_queries(Queries &q, const Segment &s, int first_row) const {
-    const int group = warp / 2, quad = lane % 4;
-    const Row row = row_of(first_row + my_block() * 8 + lane / 4, s.start, s.query_len, s.seq_len);
+  // Queries of a segment, over a power of two for each row, by which scores of row `warp * BLOCKS_8 + r` have
+  // to be multiplied: `back[r]`. A row's lanes have 16 columns each, or 32.
+  __device__ __forceinline__ void load_queries(const Segment &s, int first_row,
+                                               float (&back)[BLOCKS_8]) const {
+    constexpr int LANES = 32 / BLOCKS_8, COPIES = RANK / 16 / LANES;
+    const int in = warp * BLOCKS_8 + lane / LANES, part = lane % LANES;
+    const Row row = row_of(first_row + in, s.start, s.query_len, s.seq_len);
     const char *const from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head) * 2 : 0);
+    u32 x[COPIES][8], rotated[BLOCKS_8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint2 x = *(const uint2 *)(from + (group * 128 + k * 16 + quad * 4) * 2);
-      q.latents[k][0] = row.real ? x.x : 0;
-      q.latents[k][1] = row.real ? x.y : 0;
-    }
+    for (int i = 0; i < COPIES; ++i)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const u32 x = *(const u32 *)(from + (RANK + group * 16 + h * 8 + quad * 2) * 2);
-      q.rotated[h] = row.real ? x : 0;
-    }
-  }
-  // To float16 over a power of two for each row, by which scores of row `warp * BLOCKS_8 + r` have to be
-  // multiplied: `back[r]`.
-  __device__ __forceinline__ void scale_queries(Queries &q, float (&back)[BLOCKS_8]) const {
-    float *const tops = (float *)(memory + FACTORS_AT);  // [ROWS, GROUPS]
+      for (int h = 0; h < 2; ++h) {
+        const uint4 y = *(const uint4 *)(from + (part + i * LANES) * 32 + h * 16);
+        x[i][h * 4] = y.x;
+        x[i][h * 4 + 1] = y.y;
+        x[i][h * 4 + 2] = y.z;
+        x[i][h * 4 + 3] = y.w;
+      }
+#pragma unroll
+    for (int n = 0; n < BLOCKS_8; ++n)
+      rotated[n] = *(const u32 *)(from + RANK * 2 + (part * BLOCKS_8 + n) * 4);
     float most = 0.f;
+    const auto larger = [&](u32 pair) {
+      most = fmaxf(most, fmaxf(fabsf(to_float<HALF>((u16)pair)), fabsf(to_float<HALF>((u16)(pair >> 16)))));
+    };
 #pragma unroll
-    for (int k = 0; k < 9; ++k)
+    for (int i = 0; i < COPIES; ++i)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const u32 x = k < 8 ? q.latents[k % 8][h] : q.rotated[h];
-        most = fmaxf(most, fmaxf(fabsf(to_float<false>((u16)x)), fabsf(to_float<false>((u16)(x >> 16)))));
+      for (int n = 0; n < 8; ++n) larger(x[i][n]);
+#pragma unroll
+    for (int n = 0; n < BLOCKS_8; ++n) larger(rotated[n]);
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    const float unit = power_below(most) * 0x1p-7f, by = row.real ? inverse_power(unit) : 0.f;
+#pragma unroll
+    for (int r = 0; r < BLOCKS_8; ++r)  // e4m3 has no infinity
+      back[r] = __shfl_sync(ALL, most < 0x1p101f ? unit : INF, r * LANES);
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+      const int copy = part + i * LANES;
+      char *const to = memory + Q_AT + copy / 8 * Q_GROUP_BYTES + in * 128 + (copy ^ in) % 8 * 16;
+      u32 terms[TERMS][4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float y[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) y[e] = to_float<HALF>((u16)(x[i][n * 2 + e / 2] >> e % 2 * 16)) * by;
+#pragma unroll
+        for (int t = 0; t < TERMS; ++t) {
+          u32 halves[2];
+          terms[t][n] = pack_e4m3(y[0], y[1], y[2], y[3]);
+          unpack_fp8<false>(terms[t][n], halves[0], halves[1]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            y[e] = (y[e] - to_float<true>((u16)(halves[e / 2] >> e % 2 * 16))) * (1.f / NEXT_TERM);
+        }
       }
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
-    const int row = my_block() * 8 + lane / 4;
-    if (lane % 4 == 0) tops[row * GROUPS + warp / 2] = most;  // of 8 rows two warps have the same
-    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);                 // tops are there
-    const float by = inverse_power(power_of(tops, row));
+      for (int t = 0; t < TERMS; ++t)
+        *(uint4 *)(to + t * (ROWS * 128)) = uint4{terms[t][0], terms[t][1], terms[t][2], terms[t][3]};
+    }
 #pragma unroll
-    for (int k = 0; k < 9; ++k)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        u32 &x = k < 8 ? q.latents[k % 8][h] : q.rotated[h];
-        const float low = to_float<false>((u16)x) * by, high = to_float<false>((u16)(x >> 16)) * by;
-        x = k < 8 ? pack<true>(low, high) : pack<false>(low, high);
-      }
-#pragma unroll
-    for (int r = 0; r < BLOCKS_8; ++r) back[r] = power_of(tops, warp * BLOCKS_8 + r);
-  }
-  __device__ __forceinline__ float power_of(const float *tops, int row) const {
-    float top[4];
-    load4(top, (const char *)(tops + row * GROUPS));
-    return power_below(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * 0x1p-14f;
+    for (int n = 0; n < BLOCKS_8; ++n) {
+      const int column = part * BLOCKS_8 + n;  // a pair
+      *(u32 *)(memory + Q_ROTATED_AT + in * 128 + (column / 4 ^ in % 8) * 16 + column % 4 * 4) = pack<HALF>(
+          to_float<HALF>((u16)rotated[n]) * by, to_float<HALF>((u16)(rotated[n] >> 16)) * by);
+    }
+    fence_async();
+    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
   }
   // Behind the last key may stand anything, and 0 * NaN is NaN.
   __device__ __forceinline__ void clear_tail(const Segment &s, int tile, int stage) const {
@@ -117,50 +134,63 @@ struct RowConsumer {
     fence_async();
     barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
   }
-  __device__ __forceinline__ void score(const Queries &q, int stage) const {
-    constexpr int KEYS = TILE_KV / (BLOCKS_8 == 1 ? 2 : 1);
-    const int group = warp / 2, first = BLOCKS_8 == 1 ? warp % 2 * KEYS : 0, of = lane % 8,
+  // Of 16 keys and all rows, by the columns of this warpgroup.
+  __device__ __forceinline__ void score(int stage) const {
+    const int half = warp / 4, first = warp % 4 * 16, of = lane % 8,
               line = lane / 8 % 2 ? second_key(of) : first_key(of);
-    const char *const keys = memory + stage * STAGE_BYTES + first * ROW_BYTES + SCALES_IN + group * 4;
+    const char *const scales = memory + stage * STAGE_BYTES + first * ROW_BYTES + SCALES_IN + half * 8;
     const u32 at = shared + stage * STAGE_BYTES + (first + line) * ROW_BYTES + lane / 16 * 16;
-    float *const to = (float *)(memory + SCORES_AT) +
-                      (group * ROWS + my_block() * 8 + lane % 4 * 2) * SCORES_LINE + first + lane / 4 * 2;
+    const u64 queries = operand(shared + Q_AT + half * 2 * Q_GROUP_BYTES),
+              turned = operand(shared + Q_ROTATED_AT + half * 64);
+    float x[BLOCKS_8][4];
+    {
+      u32 a[2][4];
 #pragma unroll
-    for (int begin = 0; begin < KEYS; begin += 32) {
-      float d[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < 8; k += 2)
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          // four numbers of a key, which a product has as its columns n, n + 1, n + 8, n + 9
-          u32 raw[4], a[4];
-          ldmatrix_x4(raw, at + (begin + m * 16) * ROW_BYTES + group * 128 + k * 16);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            unpack_fp8<false>(raw[h * 2], a[0], a[2]);
-            unpack_fp8<false>(raw[h * 2 + 1], a[1], a[3]);
-            mma<true>(d[m], a, q.latents[k + h][0], q.latents[k + h][1]);
-          }
-        }
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        u32 a[4];
-        ldmatrix_x4(a, at + (begin + m * 16) * ROW_BYTES + ROPE_IN + group * 32);
-        const char *const scales = keys + (begin + m * 16) * ROW_BYTES;
-        const float low = *(const float *)(scales + first_key(lane / 4) * ROW_BYTES),
-                    high = *(const float *)(scales + second_key(lane / 4) * ROW_BYTES);
+      for (int n = 0; n < 2; ++n) {
+        ldmatrix_x4(a[n], at + ROPE_IN + half * 64 + n * 32);
         if constexpr (HALF)
 #pragma unroll
-          for (int n = 0; n < 4; ++n)
-            a[n] = pack<true>(to_float<false>((u16)a[n]), to_float<false>((u16)(a[n] >> 16)));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) d[m][e] *= e < 2 ? low : high;
-        mma<HALF>(d[m], a, q.rotated[0], q.rotated[1]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          *(float2 *)(to + e * SCORES_LINE + begin + m * 16) = float2{d[m][e], d[m][e + 2]};
+          for (int i = 0; i < 4; ++i)
+            a[n][i] = pack<true>(to_float<false>((u16)a[n][i]), to_float<false>((u16)(a[n][i] >> 16)));
       }
+      wgmma_fence();
+      product16<0>(x, a[0], turned);
+      product16<1>(x, a[1], behind(turned, 32));
+      wgmma_commit();
+      wgmma_wait<0>();
     }
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      u32 a[4][4];
+      float d[TERMS * BLOCKS_8][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) ldmatrix_x4(a[k], at + (half * 2 + g) * 128 + k * 32);
+      wgmma_fence();
+      product32<0>(d, a[0], behind(queries, g * Q_GROUP_BYTES));
+#pragma unroll
+      for (int k = 1; k < 4; ++k) product32<1>(d, a[k], behind(queries, g * Q_GROUP_BYTES + k * 32));
+      wgmma_commit();
+      const float low = *(const float *)(scales + first_key(lane / 4) * ROW_BYTES + g * 4),
+                  high = *(const float *)(scales + second_key(lane / 4) * ROW_BYTES + g * 4);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int j = 0; j < BLOCKS_8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float sum = d[(TERMS - 1) * BLOCKS_8 + j][e];
+#pragma unroll
+          for (int t = TERMS - 2; t >= 0; --t) sum = sum * NEXT_TERM + d[t * BLOCKS_8 + j][e];
+          x[j][e] += sum * (e < 2 ? low : high);
+        }
+    }
+    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // weights of the step before were read
+    char *const to = memory + WEIGHTS_AT + lane % 4 * 2 * ROW_LINE + half * (TILE_KV * 4) +
+                     (first + lane / 4 * 2) * 4;
+#pragma unroll
+    for (int j = 0; j < BLOCKS_8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        *(float2 *)(to + (j * 8 + e) * ROW_LINE) = float2{x[j][e], x[j][e + 2]};
   }
   // Of this warp's rows, from `mine` on, whose scores are times `back`; true: accumulators have to be
   // multiplied by factors.
@@ -178,12 +208,10 @@ struct RowConsumer {
       load4(scale[e], memory + stage * STAGE_BYTES + key[e] * ROW_BYTES + SCALES_IN);
 #pragma unroll
     for (int r = 0; r < BLOCKS_8; ++r) {
-      const float *const scores = (const float *)(memory + SCORES_AT) + (mine + r) * SCORES_LINE + lane * 2;
-      float2 of[GROUPS];
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) of[g] = *(const float2 *)(scores + g * ROWS * SCORES_LINE);
-      x[r][0] = (of[0].x + of[1].x + (of[2].x + of[3].x)) * back[r];
-      x[r][1] = (of[0].y + of[1].y + (of[2].y + of[3].y)) * back[r];
+      const char *const scores = memory + WEIGHTS_AT + (mine + r) * ROW_LINE + lane * 8;
+      const float2 of[2] = {*(const float2 *)scores, *(const float2 *)(scores + TILE_KV * 4)};
+      x[r][0] = (of[0].x + of[1].x) * back[r];
+      x[r][1] = (of[0].y + of[1].y) * back[r];
       if ((tile + 1) * TILE_KV > row_of(first_row, s.start, s.query_len, s.seq_len).end) {
         const int end = row_of(first_row + mine + r, s.start, s.query_len, s.seq_len).end - tile * TILE_KV;
 #pragma unroll
@@ -232,12 +260,13 @@ struct RowConsumer {
     } else if (lane < BLOCKS_8 * GROUPS) {
       factors[lane] = 1.f;
     }
+    __syncwarp();  // scores were read
 #pragma unroll
     for (int r = 0; r < BLOCKS_8; ++r) {
       total[r] += weight[r][0] + weight[r][1];
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g)
-        *(u32 *)(memory + WEIGHTS_AT + (g * ROWS + mine + r) * WEIGHTS_LINE + lane * 4) =
+        *(u32 *)(memory + WEIGHTS_AT + (mine + r) * ROW_LINE + g * (TILE_KV * 2) + lane * 4) =
             pack<true>(scaled[r][0][g], scaled[r][1][g]);
     }
     return rose;
@@ -259,8 +288,8 @@ struct RowConsumer {
     const int place = lane / 8 % 2 * 8 + lane % 8,
               key = place % 2 ? second_key(place / 2) : first_key(place / 2);
     const u32 values = shared + stage * STAGE_BYTES + key * ROW_BYTES + warp * 64 + lane / 16 * 16,
-              weights = shared + WEIGHTS_AT + (warp / 2 * ROWS + lane % 8) * WEIGHTS_LINE +
-                        lane / 8 % 2 * 16 + lane / 16 * (BLOCKS_8 == 2 ? 8 * WEIGHTS_LINE : 32);
+              weights = shared + WEIGHTS_AT + lane % 8 * ROW_LINE + warp / 2 * (TILE_KV * 2) +
+                        lane / 8 % 2 * 16 + lane / 16 * (BLOCKS_8 == 2 ? 8 * ROW_LINE : 32);
     u32 b[4];
 #pragma unroll
     for (int k = 0; k < TILE_KV / 16; ++k) {
@@ -338,21 +367,19 @@ struct RowConsumer {
     bool more = walk.next(s);
     wait_for_kernels_ahead();
     for (; more; more = walk.next(s)) {
-      Queries q;
-      load_queries(q, s, first_row);
       float acc[MY_TILES][BLOCKS_8][4] = {}, back[BLOCKS_8], level[BLOCKS_8], total[BLOCKS_8];
-      if constexpr (!HALF) scale_queries(q, back);
+      load_queries(s, first_row, back);
 #pragma unroll
       for (int r = 0; r < BLOCKS_8; ++r) {
         level[r] = FLOOR;
         total[r] = 0.f;
-        back[r] = HALF ? p.scale : back[r] * p.scale;
+        back[r] *= p.scale;
       }
       for (int tile = s.first; tile < s.last; ++tile) {
         // arrive: the producer, with all bytes of the stage
         mbarrier_wait(shared + FULL_AT + stage * 8, phase);
         clear_tail(s, tile, stage);
-        score(q, stage);
+        score(stage);
         barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // scores are there; weights of the step before were read
         if (tile == s.first) {
           if (lane < GROUPS)

@@ -6,27 +6,29 @@
 // products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
 // them alone.
 //
+// Rows of fp8 are converted on their way (latent_pairs_fp8.cuh).
+//
 // Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Source of the schedule: the description of
 // FlashMLA's kernel of April 2025 (docs/20250422-new-kernel-deep-dive.md there).
 
 #include "latent_cut.cuh"
+#include "latent_pairs_fp8.cuh"
 #include "latent_pairs_mainloop.cuh"
-
-static_assert(!FP8, "the copy engine converts nothing");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < 2; ++slot) {
-      for (int square = 0; square < SQUARES; ++square) mbarrier_init(full_at(shared, slot, square), 1);
+      for (int square = 0; square < SQUARES; ++square)
+        mbarrier_init(full_at(shared, slot, square), FP8 ? HALF_ARRIVALS : 1);
       for (int half = 0; half < 2; ++half) mbarrier_init(empty_at(shared, slot, half), 4);
     }
-    mbarrier_init(shared + Q_FULL_AT, QUERY_THREADS);
+    mbarrier_init(shared + Q_FULL_AT, FP8 ? GATHER_THREADS : QUERY_THREADS);
     mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
     mbarrier_init(shared + Q_FIRST_AT, FIRST_THREADS);
     fence_mbarrier_init();
-    prefetch_tensormap(&p.kv);
+    if (!FP8) prefetch_tensormap(&p.kv);
   }
   int group;
   Schedule schedule;
@@ -34,17 +36,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __gr
   const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group, schedule, place);
   wait_for_kernels_ahead();
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (warp != CONSUMER_THREADS / 32) copy_first_queries(p, shared, walk);
+  if (FP8 ? warp < CONSUMER_THREADS / 32 : warp != CONSUMER_THREADS / 32) copy_first_queries(p, shared, walk);
   if (warp >= CONSUMER_THREADS / 32) {
     give_registers<PRODUCER_REGISTERS>();
-    if (warp == CONSUMER_THREADS / 32) {
+    if (!FP8 && warp == CONSUMER_THREADS / 32) {
       produce_keys(p, shared, walk, lane);
     } else {
-      const int thread = threadIdx.x - CONSUMER_THREADS - 32;
-      produce_queries(p, shared, walk, thread);
+      const int thread = threadIdx.x - CONSUMER_THREADS - (FP8 ? 0 : 32);
+      if constexpr (FP8) {
+        RangeTiles tiles(p, shared, walk, thread);
+        convert_rows(memory, shared, tiles, thread / 32, lane);
+      } else {
+        produce_queries(p, shared, walk, thread);
+      }
       if (p.groups > 1 && thread == 0)
         note_of(p)[blockIdx.x] = find_cut(p, schedule, place, group, walk.row_tile);
-      store_rows_without_keys(p, thread, QUERY_THREADS);
+      store_rows_without_keys(p, thread, FP8 ? GATHER_THREADS : QUERY_THREADS);
     }
     return;
   }

@@ -6,7 +6,11 @@
 
 constexpr int CONSUMER_THREADS = 256, QUERY_THREADS = FP8 ? 224 : 96,  // eight warps, or four
               THREADS = CONSUMER_THREADS + 32 + QUERY_THREADS;
-constexpr int PRODUCER_REGISTERS = FP8 ? 64 : 40, CONSUMER_REGISTERS = FP8 ? 192 : 232;
+// Where lanes, not the copy engine, bring keys: arrivals at a half of a tile, of all threads' copies, and of
+// each warp that its stores are there.
+constexpr int GATHER_THREADS = THREADS - CONSUMER_THREADS, GATHER_WARPS = GATHER_THREADS / 32,
+              HALF_ARRIVALS = GATHER_THREADS + GATHER_WARPS;
+constexpr int PRODUCER_REGISTERS = FP8 ? 56 : 40, CONSUMER_REGISTERS = FP8 ? 200 : 232;
 // What warps take is the CTA's own: 65,536 over its threads, by eights. Else they would wait for ever.
 static_assert(CONSUMER_THREADS * CONSUMER_REGISTERS + (THREADS - CONSUMER_THREADS) * PRODUCER_REGISTERS <=
                   THREADS * (65536 / THREADS / 8 * 8),
@@ -76,8 +80,8 @@ __device__ __forceinline__ void copy_queries(const Params &p, u32 shared, const 
                      row.real);
   }
 }
-// Those of the first segment, by all threads but those that ask for keys: they have nothing else to do yet.
-constexpr int FIRST_THREADS = CONSUMER_THREADS + QUERY_THREADS;
+// Those of the first segment, by all threads but those that bring keys: they have nothing else to do yet.
+constexpr int FIRST_THREADS = CONSUMER_THREADS + (FP8 ? 0 : QUERY_THREADS);
 __device__ __forceinline__ void copy_first_queries(const Params &p, u32 shared, Walk walk) {
   const int thread = threadIdx.x < CONSUMER_THREADS ? threadIdx.x : threadIdx.x - 32;
   Segment s;

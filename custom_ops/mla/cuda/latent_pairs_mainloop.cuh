@@ -16,6 +16,7 @@ constexpr int WEIGHTS = 1, SUMS = 3, OF_WARPGROUP = 4;  // named barriers: two, 
 // SELECTED: keys are gathered by positions, halves of tiles at once (latent_selected_load.cuh).
 template <int ME, bool SELECTED = false> struct Warpgroup {
   static constexpr int OTHER = 1 - ME;
+  static constexpr bool BY_LANES = SELECTED || FP8;  // keys, halves of tiles at once, zeros behind the last
   const Params &p;
   char *memory;
   const u32 shared;
@@ -29,10 +30,10 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
   }
   __device__ __forceinline__ void wait_full(int slot, int square) const {
     // a half is told of at its first square; the rotated keys come with the half that comes last
-    if (SELECTED && (square % HALF_SQUARES || square == SQUARES - 1)) return;
+    if (BY_LANES && (square % HALF_SQUARES || square == SQUARES - 1)) return;
     // arrive: the producer, with all bytes of the square; or the producers' threads, with those of the half
     mbarrier_wait(full_at(shared, slot, square), phases >> slot & 1);
-    if (SELECTED) fence_async();  // lanes copied them, not the copy engine
+    if (BY_LANES) fence_async();  // lanes copied them, not the copy engine
   }
   __device__ __forceinline__ void release(int slot) const {
     if (lane == 0) mbarrier_arrive(empty_at(shared, slot, ME));
@@ -186,7 +187,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     float x[32], top[2], factor[2];
     u32 weights[4][4];
     for (int tile = s.first; tile < s.last; tile += 2) {
-      if constexpr (!SELECTED) clear_tail(s, tile);
+      if constexpr (!BY_LANES) clear_tail(s, tile);
       scores(x);
       wgmma_wait<0>();
       if (tile + 2 >= s.last) release_queries();
@@ -212,7 +213,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     u32 weights[4][4];
     int tile = s.first;
     for (; tile + 1 < s.last; tile += 2) {
-      if constexpr (!SELECTED) clear_tail(s, tile + 1);
+      if constexpr (!BY_LANES) clear_tail(s, tile + 1);
       scores(x);
       wgmma_wait<0>();
       if (tile + 2 >= s.last) release_queries();
@@ -338,7 +339,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
       for (int i = 0; i < 128; ++i) acc[i] = 0.f;
       // arrive: the warps that copy queries; of the first segment all but the one that asks for keys
       mbarrier_wait(shared + (first ? Q_FIRST_AT : Q_FULL_AT), SELECTED ? parity : first ? 0 : parity ^ 1);
-      if (first) fence_async();  // lanes copied them
+      if (first || FP8) fence_async();  // lanes copied them
       first = false;
       if constexpr (ME == 0) even_tiles(s, walk.row_tile * ROWS);
       else odd_tiles(s, walk.row_tile * ROWS);

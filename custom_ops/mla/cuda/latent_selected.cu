@@ -1,7 +1,7 @@
 // Sparse latent attention on Hopper for many heads: a CTA has 64 heads of a query token and all of its
 // positions; of few tokens two CTAs of a cluster take turns at its tiles of positions and add their results.
 // The products and their turns are those of latent_pairs.cu (latent_pairs_mainloop.cuh); in place of the copy
-// engine warps gather keys by their positions (latent_selected_load.cuh, latent_selected_fp8.cuh).
+// engine warps gather keys by their positions (latent_selected_load.cuh, latent_convert.cuh).
 //
 // Why nothing here waits for ever: halves of tiles are filled and released in one order, which is that of the
 // products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
@@ -10,7 +10,7 @@
 // Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Sources: sparse attention
 // (arXiv:2512.02556), and that of the schedule in latent_pairs.cu.
 
-#include "latent_selected_fp8.cuh"
+#include "latent_selected_load.cuh"
 #include "latent_pairs_mainloop.cuh"
 #include "../../cuda/clustered.cuh"
 
@@ -38,8 +38,13 @@ latent_selected(const __grid_constant__ Params p) {
     const Ahead ahead = ask_first(p, shared, look, token, gathering, lane);
     const Selection selection = open_selection(p, memory, token, t);
     give_registers<PRODUCER_REGISTERS>();
-    if constexpr (FP8) convert_selected(p, memory, shared, selection, ahead, gathering, lane);
-    else produce_selected(p, memory, shared, selection, ahead, gathering, lane);
+    mbarrier_arrive_behind_copies(shared + Q_FULL_AT);
+    if constexpr (FP8) {
+      SelectedTiles tiles(p, memory, selection, ahead, gathering, lane);
+      convert_rows(memory, shared, tiles, gathering, lane);
+    } else {
+      produce_selected(p, memory, shared, selection, ahead, gathering, lane);
+    }
     if constexpr (CLUSTER == 2) {  // with the consumers' join()
       meet_cluster<2>();
       meet_cluster<2>();

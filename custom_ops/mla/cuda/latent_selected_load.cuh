@@ -1,15 +1,12 @@
 // The producers of latent_selected.cu: four warps copy the queries of a token and gather the keys that it
 // selected, each warp 16 of a tile, by 16 bytes; zeros for keys that are not seen, since 0 * NaN is NaN. Rows
-// of fp8 have eight warps (latent_selected_fp8.cuh).
+// of fp8 have eight warps (latent_convert.cuh).
 #pragma once
 
-#include "latent_pairs_load.cuh"
+#include "latent_convert.cuh"
 #include "selected_token.cuh"
 
-constexpr int GATHER_THREADS = THREADS - CONSUMER_THREADS, GATHER_WARPS = GATHER_THREADS / 32,
-              WARP_KEYS = TILE_KV / GATHER_WARPS;  // of a tile
-// Of a half of a tile: the copies of all threads, and of each warp that its bits are there.
-constexpr int HALF_ARRIVALS = GATHER_THREADS + GATHER_WARPS;
+constexpr int WARP_KEYS = TILE_KV / GATHER_WARPS;  // of a tile
 constexpr int LASTS_AT = SEEN_AT + 2 * TILE_KV / 8;  // [warps of the CTA]
 constexpr int LOOKUP_KEYS = 16;  // of which a warp knows the rows: 16 bits of which are seen
 static_assert(LASTS_AT + THREADS / 32 * 4 <= SHARED_BYTES, "room for the numbers of opening");
@@ -124,10 +121,41 @@ __device__ __forceinline__ Ahead ask_first(const Params &p, u32 shared, const Lo
   return {look, look.row(block, first), next, second, third};
 }
 
+// Rows of fp8 in this order, for convert_rows().
+struct SelectedTiles {
+  const Params &p;
+  char *memory;
+  Ahead ahead;
+  const int last, warp, lane;
+  int tile;
+  u32 seen;
+  const char *at;
+
+  __device__ __forceinline__ SelectedTiles(const Params &p, char *memory, const Selection &of, Ahead ahead,
+                                           int warp, int lane)
+      : p(p), memory(memory), ahead(ahead), last(of.segment.last), warp(warp), lane(lane), tile(0) {
+    find();
+  }
+  __device__ __forceinline__ void find() {  // a warp knows rows of 16 keys
+    const int row = __shfl_sync(ALL, ahead.row, warp % 2 * 8 + lane / 4);
+    at = (row < 0 ? (const char *)NO_ROW : row_from(p, row)) + lane % 4 * 16;
+  }
+  __device__ __forceinline__ bool left() const { return tile < last; }
+  __device__ __forceinline__ int slot() const { return tile % 2; }
+  __device__ __forceinline__ const char *row() const { return at; }
+  __device__ __forceinline__ void step() {
+    seen = ahead.step(tile++);
+    find();
+  }
+  __device__ __forceinline__ void rotated(int slot) const {  // bits of keys that are seen, of 16
+    if (lane == 0 && warp % 2 == 0) ((u16 *)(memory + SEEN_AT))[slot * 4 + warp / 2] = (u16)seen;
+  }
+  __device__ __forceinline__ void end() const {}
+};
+
 __device__ __forceinline__ void produce_selected(const Params &p, char *memory, u32 shared,
                                                  const Selection &of, Ahead ahead, int warp, int lane) {
   const Gather gather{p, memory, shared, warp, lane};
-  mbarrier_arrive_behind_copies(shared + Q_FULL_AT);
   int phases = 0;  // a bit for each tile
   for (int tile = 0; tile < of.segment.last; ++tile) {
     const int slot = tile % 2, row = ahead.row;

@@ -16,8 +16,8 @@ from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 #: float16, smaller blocks and several query tokens were compared with the oracle only.
 MAX_ROWS = 128
 WIDTHS = ((512, 64),)
-#: With rows of fp8: as far as it was faster than the Triton kernel (docs/log/latent_fp8.md).
-MAX_FP8_ROWS = 32
+#: Of float16 with rows of fp8, whose rotated keys are bfloat16.
+MAX_FP8_HALF_ROWS = 32
 #: latent_fp8.cu has so many CTAs of a multiprocessor, and tiles of up to so many rows, whose queries still
 #: fit registers; of 8 where tables have room for at most so many tokens, but in clusters no more than two
 #: (docs/log/latent_fp8.md).
@@ -62,9 +62,9 @@ class LatentSpec(NamedTuple):
         clustered = rows <= 32 and num_reqs <= MAX_CLUSTERS <= num_sms // CLUSTER
         clustered = clustered and columns * block_size <= TOKENS_PER_CLUSTER * max(num_reqs, 4)
         wide = rows <= 16 and not fp8 and num_reqs <= min(MAX_WIDE_CLUSTERS, num_sms // (2 * WIDE_CLUSTER))
-        if fp8:
+        if fp8 and rows <= 32:
             few = (rows <= FP8_TILE_ROWS or not clustered) and num_reqs * columns * block_size <= FP8_TOKENS
-            rows = 8 if few else min(rows, FP8_TILE_ROWS)
+            rows = 8 if few or call.q.dtype == torch.float16 else min(rows, FP8_TILE_ROWS)
         return cls(
             rank=call.rank,
             rope=call.q.shape[2] - call.rank,
@@ -75,7 +75,7 @@ class LatentSpec(NamedTuple):
             causal=call.causal,
             lse=call.lse is not None,
             rows=rows,
-            max_groups=num_sms * (FP8_CTAS if fp8 else 1),
+            max_groups=num_sms * (FP8_CTAS if fp8 and rows < 64 else 1),
             cluster=1 if not clustered else WIDE_CLUSTER if wide else CLUSTER,
         )
 
@@ -102,8 +102,8 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     fp8, rows = pool.dtype == torch.float8_e4m3fn, call.max_query_len * q.shape[1]
     if not fp8 and pool.dtype != q.dtype:
         return f"a pool of {pool.dtype}"
-    if fp8 and rows > MAX_FP8_ROWS:
-        return f"rows of fp8 for {rows} rows of queries, not {MAX_FP8_ROWS}"
+    if fp8 and q.dtype == torch.float16 and rows > MAX_FP8_HALF_ROWS:
+        return f"rows of fp8 for {rows} rows of float16 queries, not {MAX_FP8_HALF_ROWS}"
     if (rank, q.shape[2] - rank) not in WIDTHS:
         return f"{rank} + {q.shape[2] - rank} columns"
     if pool.shape[1] not in (16, 32, 64):
@@ -126,7 +126,7 @@ def latent_config(spec: LatentSpec) -> Config:
     """The constants."""
     # of a cluster, so that it finds room beside the kernel ahead
     stages = 2 if spec.rows == 64 or spec.cluster > 1 or spec.fp8 else _MAX_STAGES
-    while _count(spec.rank, spec.rope, spec.rows, stages, spec.fp8) > _SHARED:
+    while _count(spec.rank, spec.rope, spec.rows, spec.half, stages, spec.fp8) > _SHARED:
         stages -= 1
     merge_share = 1 if spec.rows <= 16 else 2
     return LATENT.of(spec, exact=True, STAGES=stages, MIN_TILES=_MIN_TILES, MERGE_SHARE=merge_share)
@@ -134,14 +134,15 @@ def latent_config(spec: LatentSpec) -> Config:
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of `kernel_of`, as its source counts it."""
-    return _count(*(config[name] for name in ("RANK", "ROPE", "ROWS", "STAGES", "FP8")))
+    return _count(*(config[name] for name in ("RANK", "ROPE", "ROWS", "HALF", "STAGES", "FP8")))
 
 
-def _count(rank: int, rope: int, rows: int, stages: int, fp8: int) -> int:
-    if fp8:
+def _count(rank: int, rope: int, rows: int, half: int, stages: int, fp8: int) -> int:
+    if fp8 and rows < 64:
         scales = rank // 128
         keys = stages * _TILE_KV * (rank + scales * 4 + rope * 2)
-        return keys + scales * rows * ((_TILE_KV + 4) * 4 + _TILE_KV * 2 + 16 + 8) + stages * 16 + 212
+        queries = rows * 128 * (scales * (3 if half else 2) + 1)
+        return keys + queries + rows * (scales * (_TILE_KV * 2 + 8) + 16) + stages * 16 + 212
     width = rank + rope
     tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 24 + 212
     return tiles + (width // 4 + 56 if rows == 64 else rows * 128 + stages * 16)
@@ -154,13 +155,15 @@ def slot_floats(config: Config) -> int:
 
 def kernel_of(config: Config) -> tuple[str, str]:
     """Source and name of the kernel that works on keys."""
-    if config["FP8"]:
-        return "latent_fp8.cu", "latent_fp8"
     if config["ROWS"] == 64:
         return "latent_pairs.cu", "latent_pairs"
+    if config["FP8"]:
+        return "latent_fp8.cu", "latent_fp8"
     return "latent.cu", "latent_decode"
 
 
 def threads_of(config: Config) -> int:
     """Threads of a CTA of `kernel_of`, ``THREADS``."""
-    return 384 if config["ROWS"] == 64 or config["FP8"] else 160
+    if config["ROWS"] == 64:
+        return 512 if config["FP8"] else 384
+    return 384 if config["FP8"] else 160

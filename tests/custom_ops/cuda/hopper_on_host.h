@@ -203,6 +203,18 @@ inline float from_e4m3(u32 x) {
   if ((x & 127) == 127) y = __builtin_nanf("");
   return x & 128 ? -y : y;
 }
+inline u32 to_e4m3(float x) {  // the nearest, of two the even one
+  u32 best = 127;
+  for (u32 n = 0; n < 127; ++n) {
+    const float off = std::fabs(from_e4m3(n) - std::fabs(x)),
+                least = std::fabs(from_e4m3(best) - std::fabs(x));
+    if (best == 127 ? x == x : off < least || (off == least && n % 2 == 0)) best = n;
+  }
+  return best | (std::signbit(x) ? 128 : 0);
+}
+inline u32 pack_e4m3(float a, float b, float c, float d) {
+  return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | to_e4m3(d) << 24;
+}
 template <bool> void unpack_fp8(u32 x, u32 &low, u32 &high) {
   low = pack<true>(from_e4m3(x), from_e4m3(x >> 8));
   high = pack<true>(from_e4m3(x >> 16), from_e4m3(x >> 24));

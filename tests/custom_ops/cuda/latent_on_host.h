@@ -11,7 +11,8 @@ struct Product {
   int columns;  // eights of them
   bool a_turned, b_turned, add;
   bool kept = false;  // `a` was in registers
-  float of_a[2][16] = {};
+  int k = 16;         // 32: of e4m3
+  float of_a[2][32] = {};
 };
 struct Products {  // of a thread
   std::vector<std::vector<Product>> groups;  // committed, not waited for
@@ -128,6 +129,10 @@ inline u32 place_of(u64 of, bool turned, int row, int k) {
                                       : row / 8 * groups + row % 8 * 128 + k * 2);
   return begin ^ (begin >> 7 & 7) << 4;
 }
+inline u32 place_of_byte(u64 of, int row, int k) {
+  const u32 at = (u32)of + row / 8 * ((u32)(of >> 32 & 0xffff) << 4) + row % 8 * 128 + k;
+  return at ^ (at >> 7 & 7) << 4;
+}
 inline float element(u64 of, bool turned, int row, int k) {
   return number<HALF>(half_at(place_of(of, turned, row, k)));
 }
@@ -137,10 +142,11 @@ inline void ask(const Product &p) {
   const races::As product(races::PRODUCT);
   const auto reads = [](u32 at) { races::touch(memories + at, 2, false); };
   const int row = current % cta_threads % 128 / 32 * 16 + current % 32 / 4;
-  for (int k = 0; k < 16; ++k) {
+  for (int k = 0; k < p.k; ++k) {
     for (int r = 0; r < 16 && !p.kept; r += 8) reads(place_of(p.a, p.a_turned, row + r, k));
     for (int n = current % 4 * 2; n < p.columns * 8; n += n % 2 ? 7 : 1)
-      reads(place_of(p.b, p.b_turned, n, k));
+      if (p.k == 16) reads(place_of(p.b, p.b_turned, n, k));
+      else if (k % 2 == 0) reads(place_of_byte(p.b, n, k));
   }
 #endif
   products[current].open.push_back(p);
@@ -154,15 +160,26 @@ template <int ADD> void scores16(float (&d)[32], u64 a, u64 b) {
 inline void values16(float (&d)[128], u64 a, u64 b, int) {
   ask({d, a, b, 32, false, true, true});
 }
-inline void values16(float (&d)[128], const u32 (&a)[4], u64 b, int) {
-  Product made = {d, 0, b, 32, false, true, true, true};
+inline void ask_kept(Product made, const u32 (&a)[4]) {
+  made.kept = true;
   for (int n = 0; n < 4; ++n) {
     const u64 *all = exchange(a[n]);
-    for (int k = 0; k < 8; ++k)
-      made.of_a[n % 2][n / 2 * 8 + k] =
-          number<HALF>((u16)(all[current % 32 / 4 * 4 + k / 2] >> k % 2 * 16));
+    for (int k = 0; k < made.k / 2; ++k) {
+      const u32 x = (u32)all[current % 32 / 4 * 4 + k * 8 / made.k];
+      made.of_a[n % 2][n / 2 * (made.k / 2) + k] =
+          made.k == 16 ? number<HALF>((u16)(x >> k % 2 * 16)) : from_e4m3(x >> k % 4 * 8);
+    }
   }
   ask(made);
+}
+inline void values16(float (&d)[128], const u32 (&a)[4], u64 b, int) {
+  ask_kept({d, 0, b, 32, false, true, true}, a);
+}
+template <int ADD, int J> void product16(float (&d)[J][4], const u32 (&a)[4], u64 b) {
+  ask_kept({d[0], 0, b, J, false, false, ADD == 1}, a);
+}
+template <int ADD, int J> void product32(float (&d)[J][4], const u32 (&a)[4], u64 b) {
+  ask_kept({d[0], 0, b, J, false, false, ADD == 1, true, 32}, a);
 }
 inline void stmatrix_x4(u32 at, const u32 (&x)[4]) {
   const int lane = current % 32;
@@ -192,16 +209,19 @@ template <int N> void wgmma_wait() {
     const races::Quiet quiet;
     for (const Product &p : t.groups.front()) {
       const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
-      float of_a[2][16];
+      float of_a[2][32];
       for (int r = 0; r < 2; ++r)
-        for (int k = 0; k < 16; ++k)
+        for (int k = 0; k < p.k; ++k)
           of_a[r][k] = p.kept ? p.of_a[r][k] : element(p.a, p.a_turned, row + r * 8, k);
       for (int j = 0; j < p.columns; ++j)
         for (int e = 0; e < 2; ++e)
           for (int r = 0; r < 2; ++r) {
             float sum = p.add ? p.d[j * 4 + r * 2 + e] : 0.f;
-            for (int k = 0; k < 16; ++k)
-              sum += of_a[r][k] * element(p.b, p.b_turned, j * 8 + current % 4 * 2 + e, k);
+            for (int k = 0; k < p.k; ++k) {
+              const int n = j * 8 + current % 4 * 2 + e;
+              sum += of_a[r][k] * (p.k == 16 ? element(p.b, p.b_turned, n, k)
+                                             : from_e4m3((unsigned char)memories[place_of_byte(p.b, n, k)]));
+            }
             p.d[j * 4 + r * 2 + e] = sum;
           }
     }

@@ -78,6 +78,14 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
         {"num_heads": 16, "rank": 512, "fp8": True, "tokens": 9999, "block_size": 32},
         BatchSpec("r", (900, 130), (2, 1)),
     ),
+    "fp8, 64 rows": (
+        {"num_heads": 64, "rank": 512, "fp8": True, "block_size": 16},
+        BatchSpec("t", (500, 0, 90, 64, 130, 70), (1,) * 6, padded_tokens=1),
+    ),
+    "fp8, 128 rows": (
+        {"num_heads": 40, "rank": 512, "fp8": True},
+        BatchSpec("u", (200, 330, 3, -1), (3, 1, 2, 2)),
+    ),
     # numbers of keys, of each 128 columns, and of queries far apart
     "fp8, uneven": (
         {"num_heads": 16, "rank": 512, "fp8": True, "uneven": 12.0, "block_size": 32},
@@ -156,7 +164,9 @@ EARLY = "seq_lens", "starts", "table", "kv", "rows"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["16 rows", "fp8, uneven", "128 rows", "clusters", "fp8, clusters"])
+@pytest.mark.parametrize(
+    "name", ["16 rows", "fp8, uneven", "128 rows", "fp8, 128 rows", "clusters", "fp8, clusters"]
+)
 def test_no_races(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are used again, but in clusters."""
     assert_no_races(EARLY, test_matches_the_oracle, name, tmp_path, monkeypatch)
@@ -179,6 +189,16 @@ MISTAKES = {  # the first, which the gate has, takes a third of the time of the 
             "        if (lane == 0) mbarrier_arrive",
         ),
         "read by a lane latent_fp8_mainloop.cuh",
+    ),
+    "scores written over weights that are read": (
+        "fp8, uneven",
+        ("    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // weights of the step before were read\n", ""),
+        "write by a lane latent_fp8_mainloop.cuh",
+    ),
+    "queries written over those that products read": (
+        "fp8, 128 rows",
+        ("    mbarrier_wait(shared + Q_EMPTY_AT, queries);\n", ""),
+        "read by a product",
     ),
     "weights that products may not see": (
         "128 rows",

@@ -142,6 +142,14 @@ def _seed() -> None:
 
 
 @pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the threads of a test's ops."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def no_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.compile`` traces and generates no code, for which a C++ compiler takes up to half a minute: for
     tests whose claim is about graphs."""

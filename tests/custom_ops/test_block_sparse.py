@@ -117,15 +117,11 @@ def test_the_cpu_kernel_matches_the_oracle(pattern: BlockSparse, dtype: torch.dt
 
 
 @pytest.mark.usefixtures("native")
-def test_the_cpu_kernel_splits_over_threads() -> None:
+def test_the_cpu_kernel_splits_over_threads(threads: Any) -> None:
     """Some of the parts hold no key that a head sees."""
-    threads, pattern = torch.get_num_threads(), BlockSparse(64, 1, 16, head_step=3)
-    torch.set_num_threads(3)
-    try:
-        batch = make_batch(BatchSpec("long", (4000, 70), (1, 3)), num_heads=8, num_kv_heads=2, head_dim=16)
-        assert_as_oracle(CPU, batch, block_sparse=pattern)
-    finally:
-        torch.set_num_threads(threads)
+    threads(3)
+    batch = make_batch(BatchSpec("long", (4000, 70), (1, 3)), num_heads=8, num_kv_heads=2, head_dim=16)
+    assert_as_oracle(CPU, batch, block_sparse=BlockSparse(64, 1, 16, head_step=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -141,19 +141,15 @@ def test_many_rows_over_many_keys(options: dict[str, Any], dtype: torch.dtype) -
     [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))],
     ids=lambda s: s.name,
 )
-def test_threads_do_not_change_the_answer(spec: BatchSpec) -> None:
+def test_threads_do_not_change_the_answer(spec: BatchSpec, threads: Any) -> None:
     """More threads split the keys; the result stays within rounding, and within the oracle's budget."""
     # a decode's groups are cut in two, beside its keys
     heads = {"num_heads": 96, "num_kv_heads": 1} if spec.name == "long_decode" else {}
     batch = make_batch(spec, sinks=True, **heads)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        single, _ = run_paged_attention(CPU, batch)
-        torch.set_num_threads(4)
-        out, lse = run_paged_attention(CPU, batch)
-    finally:
-        torch.set_num_threads(before)
+    threads(1)
+    single, _ = run_paged_attention(CPU, batch)
+    threads(4)
+    out, lse = run_paged_attention(CPU, batch)
     torch.testing.assert_close(out, single, rtol=1e-5, atol=1e-6)
     assert_attention_close(out, lse, batch)
 

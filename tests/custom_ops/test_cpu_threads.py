@@ -2,7 +2,6 @@
 its regions."""
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,6 @@ def library(native: None) -> ctypes.CDLL:
     library.torchpaged_workers_for.argtypes = [ctypes.c_int64, ctypes.c_int64]
     library.torchpaged_workers_for.restype = library.torchpaged_parallel_regions.restype = ctypes.c_int64
     return library
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +91,24 @@ def merge(num_tokens: int) -> None:
         "merge-long",
     ],
 )
-def test_regions(library: Any, two_threads: None, run: Any, regions: int) -> None:
+def test_regions(library: Any, threads: Any, run: Any, regions: int) -> None:
+    threads(2)
     before = library.torchpaged_parallel_regions()
     run()
     assert library.torchpaged_parallel_regions() - before == regions
 
 
 @pytest.mark.parametrize("op", ["selective_scan", "rg_lru"])
-def test_channels_of_states_are_shared_by_threads(library: Any, two_threads: None, op: str) -> None:
+def test_channels_of_states_are_shared_by_threads(library: Any, threads: Any, op: str) -> None:
     """With the last ones in a piece that is not full; each is what one thread makes of it."""
     sizes = {"channels": 300, "key_dim": 16} if op == "selective_scan" else {"blocks": 3, "width": 144}
+    threads(2)
     shared = make_channel_inputs(op, Rows(((0, 50), (7, 1))), **sizes)
     alone = clone(shared)
     before = library.torchpaged_parallel_regions()
     getattr(BACKEND_OPS["cpu"], op)(**shared)
     assert library.torchpaged_parallel_regions() - before == 1
-    torch.set_num_threads(1)
+    threads(1)
     getattr(BACKEND_OPS["cpu"], op)(**alone)
     for name in ("out", "state"):
         torch.testing.assert_close(shared[name], alone[name], rtol=0, atol=0, equal_nan=True)

@@ -45,16 +45,12 @@ def test_without_tokens_or_numbers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_same_bits_in_every_batch_and_of_every_thread(dtype: torch.dtype) -> None:
+def test_the_same_bits_in_every_batch_and_of_every_thread(dtype: torch.dtype, threads: Any) -> None:
     inputs = make_linear_inputs(**SIZES, tokens=40, dtype=dtype, activation="silu")
     alone = inputs["out"].clone()
     for token in range(40):
         one = {"x": inputs["x"][token : token + 1], "out": alone[token : token + 1]}
         CPU.linear(**inputs | one)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        CPU.linear(**inputs)
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    CPU.linear(**inputs)
     assert torch.equal(inputs["out"], alone)

@@ -244,20 +244,17 @@ def test_what_is_refused(op: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
-def test_threads_do_not_change_the_answer(op: str) -> None:
+def test_threads_do_not_change_the_answer(op: str, threads: Any) -> None:
     """Rows and heads, or channels, are shared out among them; each state is one thread's."""
-    batch, before = STATE_BATCHES["long"], torch.get_num_threads()
+    batch = STATE_BATCHES["long"]
     if op == "causal_conv":
         inputs = make_conv_inputs(batch, channels=3000)
     else:
         inputs = make_linear_inputs(batch, heads=8, key_dim=64, value_dim=128)
     again = clone(inputs)
-    try:
-        for threads, given in ((1, inputs), (3, again)):
-            torch.set_num_threads(threads)
-            getattr(BACKEND_OPS["cpu"], op)(**given)
-    finally:
-        torch.set_num_threads(before)
+    for count, given in ((1, inputs), (3, again)):
+        threads(count)
+        getattr(BACKEND_OPS["cpu"], op)(**given)
     for name in ("out", "conv_state" if op == "causal_conv" else "state"):
         torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0, equal_nan=True)
 

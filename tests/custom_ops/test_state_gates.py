@@ -117,14 +117,11 @@ def test_numbers_without_bounds(size: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("op", MAKE)
-def test_threads_do_not_change_the_answer(op: str) -> None:
-    inputs, before = MAKE[op](heads=32, groups=4, width=128, tokens=300), torch.get_num_threads()
+def test_threads_do_not_change_the_answer(op: str, threads: Any) -> None:
+    inputs = MAKE[op](heads=32, groups=4, width=128, tokens=300)
     again = clone(inputs)
-    try:
-        for threads, given in ((1, inputs), (3, again)):
-            torch.set_num_threads(threads)
-            getattr(BACKEND_OPS["cpu"], op)(**given)
-    finally:
-        torch.set_num_threads(before)
+    for count, given in ((1, inputs), (3, again)):
+        threads(count)
+        getattr(BACKEND_OPS["cpu"], op)(**given)
     for name in ("g", "beta") if op == "delta_gates" else ("out",):
         torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0)

@@ -83,16 +83,12 @@ def test_kernels_match_the_oracle(on: Kernels, case: tuple[str, str], dtype: tor
 
 
 @pytest.mark.usefixtures("native")
-def test_the_cpu_kernel_splits_a_tree_over_threads() -> None:
+def test_the_cpu_kernel_splits_a_tree_over_threads(threads: Any) -> None:
     spec = tree_spec("tree_split", (3000,), ((40, 8, "random"),))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for options in ({}, {"window_left": 20}, {"chunk_size": 16}):
-            batch = make_tree_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64)
-            assert_as_oracle(CPU, batch, **options)
-    finally:
-        torch.set_num_threads(threads)
+    threads(3)
+    for options in ({}, {"window_left": 20}, {"chunk_size": 16}):
+        batch = make_tree_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64)
+        assert_as_oracle(CPU, batch, **options)
 
 
 @pytest.mark.parametrize("backend", ("reference", "cpu"))

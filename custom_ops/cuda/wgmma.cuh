@@ -12,6 +12,7 @@
     else                                                                                           \
       asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 " __VA_ARGS__);           \
   } while (0)
+#define WGMMA8(shape, ...) asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 " __VA_ARGS__)
 
 // The sums of an instruction, which are its first operands, and what its text calls them: F of float d[N], D
 // of float d[N][4], R of either. A4: 64 rows in registers.

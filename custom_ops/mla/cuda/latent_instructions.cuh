@@ -12,45 +12,35 @@
 
 // d += a @ b.T for 16 k, both in shared memory; TURNED: `a` lies as its transpose. d[n] is the fragment of
 // b's rows n * 8 .. n * 8 + 7, as mma.m16n8k16 has it; warp w of the four has rows w * 16 ... of a.
-#define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 template <int TURNED> __device__ __forceinline__ void product16(float (&d)[1][4], u64 a, u64 b) {
-  WGMMA(HALF, "m64n8k16", "{%0,%1,%2,%3}, %4, %5, 1, 1, 1, %6, 0;" : D4(0) : "l"(a), "l"(b), "n"(TURNED));
+  WGMMA(HALF, "m64n8k16", "{" R4 "}, %4, %5, 1, 1, 1, %6, 0;" : D4(0) : "l"(a), "l"(b), "n"(TURNED));
 }
 template <int TURNED> __device__ __forceinline__ void product16(float (&d)[2][4], u64 a, u64 b) {
-  WGMMA(HALF, "m64n16k16", "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, %10, 0;" : D4(0), D4(1)
-               : "l"(a), "l"(b), "n"(TURNED));
+  WGMMA(HALF, "m64n16k16", "{" R8 "}, %8, %9, 1, 1, 1, %10, 0;" : D4(0), D4(1) : "l"(a), "l"(b), "n"(TURNED));
 }
 template <int TURNED> __device__ __forceinline__ void product16(float (&d)[4][4], u64 a, u64 b) {
-  WGMMA(HALF, "m64n32k16",
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, %18, 0;"
-        : D4(0), D4(1), D4(2), D4(3) : "l"(a), "l"(b), "n"(TURNED));
+  WGMMA(HALF, "m64n32k16", "{" R16 "}, %16, %17, 1, 1, 1, %18, 0;" : D16(0) : "l"(a), "l"(b), "n"(TURNED));
 }
 
 // The same with `a` in registers, as mma.m16n8k16's fragments; ADD: 0 starts from zeros.
 template <int ADD> __device__ __forceinline__ void product16(float (&d)[1][4], const u32 (&a)[4], u64 b) {
-  WGMMA(HALF, "m64n8k16", "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, %9, 1, 1, 0;"
-               : D4(0) : A4, "l"(b), "n"(ADD));
+  WGMMA(HALF, "m64n8k16", "{" R4 "}, {%4,%5,%6,%7}, %8, %9, 1, 1, 0;" : D4(0) : A4, "l"(b), "n"(ADD));
 }
 template <int ADD> __device__ __forceinline__ void product16(float (&d)[2][4], const u32 (&a)[4], u64 b) {
-  WGMMA(HALF, "m64n16k16", "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, %13, 1, 1, 0;"
+  WGMMA(HALF, "m64n16k16", "{" R8 "}, {%8,%9,%10,%11}, %12, %13, 1, 1, 0;"
                : D4(0), D4(1) : A4, "l"(b), "n"(ADD));
 }
 // For 32 k of e4m3, four in a register.
-#define WGMMA8(n, ...) asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 " __VA_ARGS__)
 template <int ADD> __device__ __forceinline__ void product32(float (&d)[2][4], const u32 (&a)[4], u64 b) {
-  WGMMA8(16, "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, %13, 1, 1;"
-         : D4(0), D4(1) : A4, "l"(b), "n"(ADD));
+  WGMMA8("m64n16k32", "{" R8 "}, {%8,%9,%10,%11}, %12, %13, 1, 1;" : D4(0), D4(1) : A4, "l"(b), "n"(ADD));
 }
 template <int ADD> __device__ __forceinline__ void product32(float (&d)[3][4], const u32 (&a)[4], u64 b) {
-  WGMMA8(24, "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, {%12,%13,%14,%15}, %16, %17, 1, 1;"
+  WGMMA8("m64n24k32", "{" R8 ",%8,%9,%10,%11}, {%12,%13,%14,%15}, %16, %17, 1, 1;"
          : D4(0), D4(1), D4(2) : A4, "l"(b), "n"(ADD));
 }
 template <int ADD> __device__ __forceinline__ void product32(float (&d)[4][4], const u32 (&a)[4], u64 b) {
-  WGMMA8(32, "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, %21, 1, 1;"
-         : D4(0), D4(1), D4(2), D4(3) : A4, "l"(b), "n"(ADD));
+  WGMMA8("m64n32k32", "{" R16 "}, {%16,%17,%18,%19}, %20, %21, 1, 1;" : D16(0) : A4, "l"(b), "n"(ADD));
 }
-#undef WGMMA8
-#undef D4
 
 // Matrices of 8 x 8 numbers from a warp's fragments into shared memory, each on its side.
 __device__ __forceinline__ void stmatrix_x2_trans(u32 at, u32 a, u32 b) {

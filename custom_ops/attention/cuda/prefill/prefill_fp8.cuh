@@ -14,9 +14,6 @@
 // 448, has its steps where the weights are.
 constexpr float WEIGHT_BITS = Q_FP8 ? 8.f : 0.f;
 
-#define WGMMA8(shape, ...) \
-  asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 " __VA_ARGS__)
-
 // d (+)= a @ b.T for 32 columns: 64 query rows, as many keys as d is twice long. ADD: 0 starts from zeros.
 #define SCORES32(n, keys, behind_d, ...) \
   template <int ADD> __device__ __forceinline__ void scores32(float (&d)[n], u64 a, u64 b) { \

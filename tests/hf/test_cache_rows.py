@@ -569,9 +569,15 @@ def test_positions_behind_a_picture_are_no_other_prompt(chunks: tuple[int, ...],
 
 
 @pytest.mark.parametrize("length", [5, 9, 12])
-@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "xglm", "mamba", "mamba2"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("bloom", "falcon", "mpt", "xglm", "mamba", "mamba2"),
+        *("ctrl", "deepseek_v32", "gpt_bigcode", "llama4_text", "persimmon", "recurrent_gemma"),
+    ],
+)
 def test_the_same_prompt_again_where_nothing_tells_positions(model_type: str, length: int) -> None:
-    """generate() itself shows it: it finds no token left."""
+    """generate() itself shows it: it finds no token left, or is told to run all of them again."""
     model = attach(model_of(model_type))
     prompt = torch.randint(3, 99, (2, length))
     options: dict[str, Any] = {"do_sample": False, "disable_compile": True, "use_cache": True}
@@ -587,6 +593,9 @@ def test_the_same_prompt_again_where_nothing_tells_positions(model_type: str, le
     assert torch.equal(model.generate(**further, past_key_values=cache), found)
     cache.reset()
     assert torch.equal(model.generate(**once, past_key_values=cache), want)
+    cache.reset()
+    with pytest.raises(ArgumentError, match=f"use_cache: expected True behind the {length} tokens"):
+        model.generate(**{**once, "use_cache": False}, past_key_values=cache)
     detach(model)
     assert torch.equal(model.generate(**further), found)
     assert "prepare_inputs_for_generation" not in vars(model)

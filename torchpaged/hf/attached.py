@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from torchpaged import few_tokens
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.few_tokens import own_forward
-from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, family_of
 from torchpaged.hf.row_refusals import require_left
 
@@ -116,16 +115,16 @@ def replace_attention(model: PreTrainedModel) -> int:
 
 
 def _looking_at_prompts(model: PreTrainedModel) -> dict[Any, Function]:
-    """generate() of a model none of whose layers gets positions is where a prompt shows that does not
-    go on behind the cached tokens."""
+    """generate() of a model none of whose layers hands positions on is where a prompt shows that does not go
+    on behind the cached tokens."""
     name = "prepare_inputs_for_generation"
-    if not hasattr(model, name):
+    if not hasattr(model, name) or name in vars(model):
         return {}
     plain = plain_of(model, name)
 
     @functools.wraps(getattr(type(model), name))  # generate() reads its signature
     def prepare(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        require_left(cache_of(kwargs), input_ids, kwargs.get("next_sequence_length"))
+        require_left(kwargs, input_ids)
         return plain(self, input_ids, *args, **kwargs)
 
     return {model: (name, prepare)}
@@ -141,8 +140,11 @@ def give_functions(model: PreTrainedModel) -> None:
     """Give the modules of a model that uses the attention interface the functions of its family, and those
     whose code breaks a trace theirs."""
     config = model.config.get_text_config(decoder=True)
-    functions = family_of(config.model_type).functions(model)
+    family = family_of(config.model_type)
+    functions = family.functions(model)
     put_in({**functions, **_other_modules(model)})
+    if functions or family.hides_positions:
+        put_in(_looking_at_prompts(model))
     if functions:
         setattr(model, _CONFIG, _Given.of(config))
 

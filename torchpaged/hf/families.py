@@ -47,6 +47,8 @@ class Family:
             was made ahead carries nothing to it.
         makes_ones: they make a mask of ones where they are given none, and place tokens by the positions
             given.
+        hides_positions: they use transformers' attention interface, and hand no positions on to it: a prompt
+            that does not go on behind a cache's tokens is seen where generate() prepares it.
         caches_others: what is no token of theirs that they write to their cache; empty: nothing.
         states_alone: none of their layers attends.
         cache_argument: the argument of their forwards that takes a cache.
@@ -77,6 +79,7 @@ class Family:
     takes_no_none: bool = False
     asks_again: bool = False
     makes_ones: bool = False
+    hides_positions: bool = False
     caches_others: str = ""
     states_alone: bool = False
     cache_argument: str = CACHE

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.row_table import ANOTHER_PROMPT
@@ -77,8 +78,12 @@ def _refuse_uncached(rows: CacheRows, query_len: int, first: int, start: int | N
     else:
         anew = start == 0 < first - padding[0] and (any(padding) or not rows.is_padded)
     if is_told or anew:
-        expected = f"True behind the {first} tokens in the cache"
-        raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
+        raise _runs_again(first)
+
+
+def _runs_again(first: int) -> ArgumentError:
+    """The error of ``use_cache=False`` behind ``first`` tokens."""
+    return ArgumentError("use_cache", f"True behind the {first} tokens in the cache", "False", ANOTHER_PROMPT)
 
 
 def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
@@ -116,22 +121,27 @@ def _end_at(positions: Tensor, length: int) -> bool:
     return bool((positions[..., -1] == length - 1).all())
 
 
-def require_left(cache: Any, input_ids: Tensor, left: Any) -> None:
+def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:
     """Refuse a prompt of generate() of which nothing is left behind the cached tokens: transformers would run
-    some of it again.
+    some of it again. And ``use_cache=False`` behind them, with which it runs all of it.
 
     Args:
-        cache: of the call.
+        options: of `prepare_inputs_for_generation`. ``next_sequence_length``: tokens that transformers takes
+            to be new; None: all of them, or those of a decode step.
         input_ids: ``[batch, length]``, all of the prompt.
-        left: tokens that transformers takes to be new; None: all of them, or those of a decode step.
 
     Raises:
-        ArgumentError: there are none, and the cache is paged.
+        ArgumentError: the cache is paged, and does not go on with these tokens.
     """
-    if left is not None and isinstance(cache, PagedOwner) and int(left) <= 0:
+    cache, left = cache_of(options), options.get("next_sequence_length")
+    if not isinstance(cache, PagedOwner):
+        return
+    if left is not None and int(left) <= 0:
         length = input_ids.shape[1]
         expected = f"more tokens than the {length - int(left)} in the cache"
         raise ArgumentError("input_ids", expected, str(length), ANOTHER_PROMPT)
+    if options.get("use_cache") is False and (first := int(cache.get_seq_length())):
+        raise _runs_again(first)
 
 
 def assert_padding(rows: CacheRows, mask: Tensor) -> None:

@@ -15,19 +15,26 @@ _WITH_DECODER = """
 # pooled state is that of the last position, padding or not; wav2vec2, unispeech-sat and data2vec-audio, whose
 # XVector heads read a few states of padding.
 register_family(Family(tuple(_ENCODER_ONLY.split()), attends_to_others=False))
-register_family(Family(tuple(_WITH_DECODER.split()), attends_to_others=True))
+register_family(Family(tuple(_WITH_DECODER.split()), attends_to_others=True, hides_positions=True))
 
 register_family(
     Family(
         ("inkling2_text", "inkling_text", "longt5", "mt5", "switch_transformers", "t5", "umt5"),
         needs_dense="adds a bias by positions to its scores",
         adds_bias=True,
+        hides_positions=True,
     )
 )
 register_family(Family(("diffllama",), needs_dense="regroups its cached values before it attends"))
 register_family(Family(("doge",), needs_dense="makes a mask of its cached values"))
 register_family(Family(("jetmoe",), needs_dense="repeats its cached keys and values before it attends"))
 register_family(Family(("biogpt", "opt"), makes_ones=True))
+register_family(
+    Family(
+        ("cohere_compass_text", "ctrl", "gpt_bigcode", "llama4_text", "persimmon", "zaya"),
+        hides_positions=True,
+    )
+)
 
 register_family(
     Family(

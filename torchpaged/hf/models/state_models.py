@@ -72,7 +72,7 @@ def _of_causal_lm(model: Any) -> Functions:
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:  # by these names generate() knows what is taken
-        require_left(cache_of(kwargs), input_ids, kwargs.get("next_sequence_length"))
+        require_left(kwargs, input_ids)
         kwargs["inputs_embeds"] = inputs_embeds
         inputs: dict[str, Any] = prepare(self, input_ids, attention_mask=attention_mask, **kwargs)
         cache = inputs.get(CACHE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from op_inputs.state import (
     LONG_BATCHES,
     STATE_BATCHES,
@@ -84,14 +85,10 @@ def close(backend: Backend, batch: str, heads: str, state_dtype: torch.dtype = t
     assert_state_close(backend.ops, BACKEND_OPS["reference"], "linear_attention", inputs, torch.bfloat16)
 
 
-def captured(backend: Backend, heads: str) -> None:
+def check_captured(linear_attention: Callable[..., object], sizes: dict[str, Any]) -> None:
     """Of the captured tokens some are behind the last row; rows are longer or shorter than they were."""
-    sizes, ops = sizes_of(backend, heads), backend.ops
     first = on_gpu(make_linear_inputs(Rows(((0, 90), (4, 70), (3, 1)), 39), **sizes)) | {"max_query_len": 200}
-    ops.linear_attention(**clone(first))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ops.linear_attention(**first)
+    graph, _ = captured(lambda: linear_attention(**first))
     for rows in (Rows(((5, 1), (0, 199), (0, 0))), Rows(((7, 3), (9, 64), (0, 65)), 68, void=(1,))):
         given = on_gpu(make_linear_inputs(rows, seed=1, **sizes)) | {"max_query_len": 200}
         for name, x in given.items():
@@ -99,7 +96,7 @@ def captured(backend: Backend, heads: str) -> None:
                 first[name].copy_(x)
         graph.replay()
         want = clone(given)
-        ops.linear_attention(**want)
+        linear_attention(**want)
         assert torch.equal(first["out"], want["out"])
         torch.testing.assert_close(first["state"], want["state"], rtol=0, atol=0, equal_nan=True)
 
@@ -143,7 +140,10 @@ def state_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"long {heads}, states of bfloat16",
             lambda heads=heads: close(backend, "long", heads, torch.bfloat16),
         )
-        yield f"captured {heads}", lambda heads=heads: captured(backend, heads)
+        yield (
+            f"captured {heads}",
+            lambda heads=heads: check_captured(backend.ops.linear_attention, sizes_of(backend, heads)),
+        )
 
 
 def engine_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from captured import captured
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.layers.cuda import blaslt
@@ -48,9 +49,7 @@ def test_equal_to_float32(
         want += residual.float()
         assert torch.equal(residual, before)
     torch.testing.assert_close(got.float(), want, rtol=1.6e-2, atol=2e-3)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = captured(call)
     out.zero_()
     graph.replay()
     assert torch.equal(out, got)

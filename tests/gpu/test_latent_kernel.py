@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch, run_mla_attention
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -94,10 +95,7 @@ def test_one_capture_serves_other_lengths(num_heads: int, query_len: int) -> Non
         longest, num_heads=num_heads, rank=512, rope=64, dtype=torch.bfloat16, device="cuda"
     )
     batch.k_cache.nan_to_num_()
-    run_mla_attention(CUDA, batch)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run_mla_attention(CUDA, batch)
+    graph, (out, lse) = captured(lambda: run_mla_attention(CUDA, batch))
     for seq_lens in (
         (1500, 3, 700, 0, 64, 65),
         (0, 129, 1, 0, 0, 1000),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from op_inputs.latent import (
     SELECTIONS,
     as_fp8,
@@ -85,20 +86,11 @@ def test_selected_rows_of_fp8(name: str, kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_one_capture_serves_other_lengths() -> None:
-    batch = make_latent_batch(
-        BatchSpec("longest", (1500,) * 4, (1,) * 4),
-        num_heads=64,
-        rank=512,
-        rope=64,
-        dtype=torch.bfloat16,
-        device="cuda",
-        block_size=64,
-    )
+    sizes: dict[str, Any] = {"num_heads": 64, "rank": 512, "rope": 64, "block_size": 64}
+    longest = BatchSpec("longest", (1500,) * 4, (1,) * 4)
+    batch = make_latent_batch(longest, dtype=torch.bfloat16, device="cuda", **sizes)
     indices = selected(batch, "some", 300)
-    run_mla_attention(CUDA, batch, indices=indices)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run_mla_attention(CUDA, batch, indices=indices)
+    graph, (out, lse) = captured(lambda: run_mla_attention(CUDA, batch, indices=indices))
     for seq_lens in ((1500, 3, 700, 64), (0, 129, 1, 1500), (1, 1, 0, 0)):
         batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         graph.replay()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from op_inputs.rope import assert_rope_close, make_rope_inputs
 from torch import Tensor
 
@@ -53,10 +54,7 @@ def test_one_capture_serves_every_step() -> None:
         TRITON.rope_write_kv(**static)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        TRITON.rope_write_kv(**static)
+    graph, _ = captured(lambda: TRITON.rope_write_kv(**static))
     for seed in range(1, 6):
         step = make_rope_inputs(**shape, seed=seed)
         for name, x in step.items():

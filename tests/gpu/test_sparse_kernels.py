@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from op_inputs.indexer import exact_logits, make_index_batch, run_index_logits, weights_of
 from op_inputs.latent import (
     SELECTIONS,
@@ -179,10 +180,7 @@ def test_one_capture_serves_other_lengths() -> None:
         CUDA.top_k_indices(logits, indices)
         return logits, indices, *run_mla_attention(CUDA, latents, indices=indices)
 
-    step()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits, indices, out, lse = step()
+    graph, (logits, indices, out, lse) = captured(step)
     for seq_lens in ((1500, 3, 700, 64), (0, 129, 1, 1500), (1, 1, 0, 0)):
         for batch in (latents, keys):
             batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))

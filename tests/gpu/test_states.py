@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
+from library_states import check_captured, on_gpu
 from op_inputs.delta_step import SIZES as STEP_SIZES
 from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
 from op_inputs.mamba2_step import MAMBA2_SIZES, assert_mamba2_step_close, make_mamba2_step_inputs
@@ -52,16 +54,6 @@ DELTA_SHAPES: dict[str, dict[str, Any]] = {
 #: One model of each kind of layer.
 MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h", "mamba", "mamba2", "recurrent_gemma")
 OF_EXPERTS = ("qwen3_next", "nemotron_h")
-
-
-def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Tensors there with the strides that they had."""
-
-    def moved(x: Tensor) -> Tensor:
-        whole = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-        return whole.copy_(x)
-
-    return {name: moved(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -347,12 +339,9 @@ def test_one_capture_for_other_batches(op: str) -> None:
     if op == "mamba2_step":
         make = partial(make_mamba2_step_inputs, dtype=torch.bfloat16, **MAMBA2_SIZES["granite"])
     pool = "conv_state" if op == "causal_conv" else "state"
-    captured = on_gpu(make(STATE_BATCHES["decode"]))
+    static = on_gpu(make(STATE_BATCHES["decode"]))
     run = getattr(BACKEND_OPS["cuda"], op)
-    run(**clone(captured))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(**captured)
+    graph, _ = captured(lambda: run(**static))
     for seed, slots in ((1, [2, 0, 5]), (2, [7, 3, 1])):
         given = on_gpu(make(STATE_BATCHES["decode"], seed=seed))
         given["state_slots"].copy_(torch.tensor(slots))
@@ -360,12 +349,12 @@ def test_one_capture_for_other_batches(op: str) -> None:
             given[name].copy_(torch.randn(given[name].shape))
         for name, x in given.items():
             if isinstance(x, Tensor):
-                captured[name].copy_(x)
+                static[name].copy_(x)
         graph.replay()
         want = clone(given)
         run(**want)
         for name in {"out", pool, "conv_state"} & given.keys():
-            assert torch.equal(captured[name], want[name])
+            assert torch.equal(static[name], want[name])
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
@@ -374,25 +363,9 @@ def test_one_capture_for_prompts_of_other_lengths(
     family: str, segment: int | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the captured tokens some are behind the last row; rows are longer or shorter than they were."""
-    linear_attention = BACKEND_OPS[backend].linear_attention
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, **FAMILIES[family]}
     monkeypatch.setattr(chunks, "tiles", lambda *_: chunks.Tiles(64, 64, 2, "tf32", segment))
-    captured = on_gpu(make_linear_inputs(Rows(((0, 90), (4, 70), (3, 1)), 39), **sizes))
-    captured["max_query_len"] = 200
-    linear_attention(**clone(captured))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        linear_attention(**captured)
-    for rows in (Rows(((5, 1), (0, 199), (0, 0))), Rows(((7, 3), (9, 64), (0, 65)), 68, void=(1,))):
-        given = on_gpu(make_linear_inputs(rows, seed=1, **sizes)) | {"max_query_len": 200}
-        for name, x in given.items():
-            if isinstance(x, Tensor):
-                captured[name].copy_(x)
-        graph.replay()
-        want = clone(given)
-        linear_attention(**want)
-        assert torch.equal(captured["out"], want["out"])
-        torch.testing.assert_close(captured["state"], want["state"], rtol=0, atol=0, equal_nan=True)
+    check_captured(BACKEND_OPS[backend].linear_attention, sizes)
 
 
 @pytest.mark.parametrize(

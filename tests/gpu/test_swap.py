@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 
 from torchpaged import PagedKVCache
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec
@@ -44,7 +45,7 @@ def test_blocks_come_back_beside_replays(
         for pool in pools:
             pool.index_fill_(0, index, 0x55)
 
-    graph = captured(overwrite)
+    graph, _ = captured(overwrite)
     rng = random.Random(0)
     for _ in range(10):
         blocks, back = rng.sample(range(1, 300), 100), rng.sample(range(1, 300), 100)
@@ -59,18 +60,6 @@ def test_blocks_come_back_beside_replays(
             assert torch.equal(pool[back], before)
         torch.cuda.synchronize()
         assert arrival.ready()
-
-
-def captured(step: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 def test_tokens_are_the_same_whichever_way(model: Any) -> None:

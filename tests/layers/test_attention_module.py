@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sessions import kept_session
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, Limits, PagedAttention, PagedKVCache, Session
-from torchpaged.backends import Backend, SemaphoreSession, attention_spec, get_backend
+from torchpaged.backends import Backend, SemaphoreSession, get_backend
 from torchpaged.custom_ops import BACKEND_OPS
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 53
@@ -62,21 +63,6 @@ def cache() -> PagedKVCache:
     return PagedKVCache.uniform(3, KV_HEADS, DIM, block_size=BLOCK, num_blocks=BLOCKS, dtype=torch.float32)
 
 
-def kept_semaphore(max_num_reqs: int = 8, num_kv_heads: int = KV_HEADS) -> Session:
-    """A session that keeps a semaphore, as those on a GPU do."""
-    backend = Backend(
-        "kept", get_backend("reference").capabilities, BACKEND_OPS["default"], lambda: None, SemaphoreSession
-    )
-    spec = attention_spec(
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        num_heads=HEADS,
-        num_kv_heads=num_kv_heads,
-        head_dim=DIM,
-    )
-    return backend.open([spec], Limits(max_num_reqs=max_num_reqs), "cpu")
-
-
 def metadata(query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
     tables = [list(range(1 + 8 * i, 9 + 8 * i)) for i in range(len(seq_lens))]
     return AttentionMetadata.from_lists(
@@ -113,7 +99,7 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
 
     torch._dynamo.reset()
     ReinplaceCounters.clear()
-    model, pools = Model(kept_semaphore()).eval(), list(cache())
+    model, pools = Model(kept_session()).eval(), list(cache())
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     codes: list[str] = []
@@ -155,7 +141,7 @@ def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPat
     one, and the first stays."""
     seen: list[Tensor | None] = []
     with torch.inference_mode():
-        session = kept_semaphore()
+        session = kept_session()
     model = Model(session)
     for layer in model.layers:
         ops = layer.attention._ops
@@ -188,7 +174,7 @@ def test_more_requests_than_the_session_has_room_for() -> None:
     the kernel makes its own semaphore."""
     pools, batch = cache()[0], metadata([1] * 3, [3, 4, 5])
     q, k = torch.randn(3, HEADS, DIM), torch.randn(3, KV_HEADS, DIM)
-    layer = PagedAttention(HEADS, DIM, KV_HEADS, session=kept_semaphore(2))
+    layer = PagedAttention(HEADS, DIM, KV_HEADS, session=kept_session(2))
     with pytest.raises(
         ArgumentError, match="metadata: expected at most 2 requests, as the session's limits say, got 3"
     ):
@@ -206,7 +192,7 @@ def test_more_requests_than_the_session_has_room_for() -> None:
 
 
 def test_a_session_is_given_or_opened_not_both() -> None:
-    session = kept_semaphore()
+    session = kept_session()
     assert PagedAttention(HEADS, DIM, KV_HEADS, session=session).choice.reason == "session= was given"
     for options in ({"limits": Limits(max_num_reqs=3)}, {"backend": "reference"}):
         with pytest.raises(

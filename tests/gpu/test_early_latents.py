@@ -15,6 +15,7 @@ from typing import Any
 import late_end
 import pytest
 import torch
+from captured import captured
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -103,11 +104,7 @@ class Steps:
 
 
 def replay_often(steps: Steps, launch: Callable[[], None], count: int) -> None:
-    launch()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    graph, _ = captured(launch)
     for _ in range(REPLAYS):
         steps.refill()
         graph.replay()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -197,11 +198,7 @@ def test_a_captured_chain_follows_its_input(tokens: int) -> None:
         for i, weight in enumerate(weights):
             CUDA(states[i], weight, states[i + 1], residual=states[i], norm_weight=norm)
 
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    graph, _ = captured(chain)
     for seed in range(4):
         start = torch.randn(tokens, width, generator=generator.manual_seed(seed), device="cuda").to(
             torch.bfloat16
@@ -243,11 +240,7 @@ def check_chain(tokens: int, width: int, layers: int) -> None:
             CUDA(inner[i], down, state[i + 1], residual=state[i])
             end()
 
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    graph, _ = captured(chain)
     for _ in range(4):
         state[0].copy_(random(tokens, width))
         inner.fill_(torch.nan)

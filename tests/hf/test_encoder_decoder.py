@@ -231,17 +231,22 @@ def test_one_cache_for_several_batches() -> None:
 
 @pytest.mark.parametrize("stem", ["Bart", "T5"])
 def test_another_source_without_a_reset(stem: str) -> None:
-    """The keys are those of the first source, which its mask would cut; transformers' cache fails over the
-    shapes. Without padding there is no mask to tell."""
+    """The keys are those of the first source, which the mask of another would cut; generate() begins its
+    prompt anew, behind the cached one, unless a mask says that there is more of it."""
     model, given = build(stem, HEAD), inputs(padded=True)
     other = {**given, **{name: given[name][:, 1:] for name in ("input_ids", "attention_mask")}}
     with attached(model):
         cache = PagedEncoderDecoderCache(model.config, 2, 64, block_size=4)
         logits_of(model, given, cache)
+        for source in (given, other):
+            with pytest.raises(ArgumentError, match=r"decoder_attention_mask: expected .*cache.reset\(\)"):
+                logits_of(model, source, cache)
+        tokens = torch.randint(3, 99, (2, 17))
+        ids = {"decoder_input_ids": tokens, "decoder_attention_mask": torch.ones_like(tokens)}
         with pytest.raises(
             ArgumentError, match=r"the 12 tokens of the encoder.*one over 11.*cache.reset\(\)"
         ):
-            logits_of(model, other, cache)
+            logits_of(model, {**other, **ids}, cache)
         cache.reset()
         got = logits_of(model, other, cache)
     torch.testing.assert_close(got, logits_of(model, other), rtol=1e-4, atol=1e-3)

@@ -143,7 +143,7 @@ def give_functions(model: PreTrainedModel) -> None:
     family = family_of(config.model_type)
     functions = family.functions(model)
     put_in({**functions, **_other_modules(model)})
-    if functions or family.hides_positions:
+    if functions or family.hides_positions or model.config.is_encoder_decoder:
         put_in(_looking_at_prompts(model))
     if functions:
         setattr(model, _CONFIG, _Given.of(config))

@@ -123,7 +123,8 @@ def _end_at(positions: Tensor, length: int) -> bool:
 
 def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:
     """Refuse a prompt of generate() of which nothing is left behind the cached tokens: transformers would run
-    some of it again. And ``use_cache=False`` behind them, with which it runs all of it.
+    some of it again. And one of which it runs all: with ``use_cache=False``, or of a decoder behind an
+    encoder without a mask over all of its tokens.
 
     Args:
         options: of `prepare_inputs_for_generation`. ``next_sequence_length``: tokens that transformers takes
@@ -134,14 +135,20 @@ def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:
         ArgumentError: the cache is paged, and does not go on with these tokens.
     """
     cache, left = cache_of(options), options.get("next_sequence_length")
+    of_decoder = getattr(cache, "self_attention_cache", None)  # behind an encoder
+    cache = cache if of_decoder is None else of_decoder
     if not isinstance(cache, PagedOwner):
         return
     if left is not None and int(left) <= 0:
         length = input_ids.shape[1]
         expected = f"more tokens than the {length - int(left)} in the cache"
         raise ArgumentError("input_ids", expected, str(length), ANOTHER_PROMPT)
+    begins = of_decoder is not None and left is None and options.get("is_first_iteration")
     if options.get("use_cache") is False and (first := int(cache.get_seq_length())):
         raise _runs_again(first)
+    if begins and (first := int(cache.get_seq_length())):
+        expected = f"one over all tokens, the {first} in the cache and more"
+        raise ArgumentError("decoder_attention_mask", expected, "none, or a shorter one", ANOTHER_PROMPT)
 
 
 def assert_padding(rows: CacheRows, mask: Tensor) -> None:

@@ -1,7 +1,5 @@
 """BlockPool: allocation, reference counts, exhaustion, and that a failed call changes nothing."""
 
-import random
-
 import pytest
 
 from torchpaged import ArgumentError, BlockPool, BlockPoolExhaustedError
@@ -63,27 +61,6 @@ def test_bad_frees_are_refused_whole(wrong: list[int]) -> None:
     with pytest.raises(ArgumentError, match="blocks"):
         pool.free([1, *wrong] if wrong != [1, 1] else wrong)
     assert state(pool) == before
-
-
-def test_random_traffic_against_a_model() -> None:
-    rng, pool = random.Random(0), BlockPool(40)
-    held: list[list[int]] = []
-    for _ in range(3000):
-        action = rng.random()
-        if action < 0.4:
-            count = rng.randrange(6)
-            if count > pool.num_free:
-                with pytest.raises(BlockPoolExhaustedError):
-                    pool.allocate(count)
-            else:
-                held.append(pool.allocate(count))
-        elif action < 0.6 and held:
-            held.append(pool.fork(rng.choice(held)))
-        elif held:
-            pool.free(held.pop(rng.randrange(len(held))))
-        counts = {b: sum(b in blocks for blocks in held) for b in range(1, 40)}
-        assert all(pool.ref_count(b) == n for b, n in counts.items())
-        assert pool.num_used == sum(n > 0 for n in counts.values()) <= pool.peak_used
 
 
 def test_sizes() -> None:

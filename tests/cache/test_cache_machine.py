@@ -24,6 +24,8 @@ def test_any_order_of_operations(seed: int) -> None:
     assert done["restored blocks"] > 0
     assert done["swapped in"] > 0
     assert done["disk tokens"] > 0
+    assert done["failed copies"] > 5
+    assert done["exhausted"] > 100
 
 
 @pytest.mark.slow
@@ -50,6 +52,14 @@ def pinned_first(idle: Any, most: int = 1) -> list[int]:
     return [block]
 
 
+def owns_first(rows: Any, tables: Any) -> None:
+    olds = [blocks[-1] for blocks in tables]
+    for blocks in tables:
+        [blocks[-1]] = rows.pool.allocate(1)
+    rows._copier()([(old, blocks[-1]) for old, blocks in zip(olds, tables, strict=True)])
+    rows.pool.free(olds)
+
+
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "tenants share": (Runs, "key", no_salt),
     "what was behind other tokens is found": (Runs, "cut", stays_open),
@@ -57,6 +67,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "freed blocks are lost": (BlockPool, "free", lost),
     "a forked row writes without a copy": (CacheRequests, "_shared_tails", lambda rows, lens: []),
     "a reordered row writes without a copy": (RowBlocks, "unshare", lambda rows, kept: None),
+    "a copy that fails takes the block": (CacheRequests, "_own_tails", owns_first),
     "pins go first": (IdleBlocks, "evict", pinned_first),
 }
 

@@ -2,16 +2,36 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy
-from row_holders import row_holders
 from tiered_engine import check_slots
 
-from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache import BlockPool, PrefixCache, requests
 from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.requests import CacheRequests
 
 NULL_WORD = -1.0  # what the null block holds
+
+
+def row_holders(groups: Iterable[CacheRequests]) -> Counter[int]:
+    """How many holders the pool has of each block of these rows; those of a chunk have one."""
+    found, sharers = Counter[int](), Counter[int]()
+    chunks: dict[int, tuple[list[int], list[int]]] = {}
+    for rows in groups:
+        assert len(rows._holds) == len(rows.block_tables)
+        for table, length, holds in zip(rows.block_tables, rows.seq_lens, rows._holds, strict=True):
+            size = requests.CHUNK
+            for place, chunk in enumerate(holds._chunks):
+                blocks = table[place * size : (place + 1) * size]
+                assert (place + 1) * size <= length // rows.block_size, "a block that is written into"
+                assert chunks.setdefault(id(chunk), (chunk, blocks))[1] == blocks
+                sharers[id(chunk)] += 1
+            found.update(table[len(holds._chunks) * size :])
+    for number, (chunk, blocks) in chunks.items():
+        assert chunk == [sharers[number]]
+        found.update(blocks)
+    return found
 
 
 class Books:
@@ -93,7 +113,8 @@ class Books:
         assert self.prefixes.keeps or not idle
         assert (pool.num_free, pool.num_used) == (len(free) + len(idle), len(holders))
         assert pool.num_used <= pool.peak_used <= pool.num_usable
-        for rows, _ in self.rows:
+        for rows, texts in self.rows:
+            assert rows.seq_lens == [len(text) for text in texts]
             reserved = [-(-length // self.size) for length in rows.seq_lens]
             assert [len(table) for table in rows.block_tables] == reserved, "more than their tokens take"
 

@@ -1,6 +1,8 @@
 """Operations on rows: of `CacheRequests`, which fork and grow, and of `RowBlocks`, which are reordered."""
 
+from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 from cache_machine.books import Books
 from torchpaged import PagedKVCache
@@ -15,12 +17,14 @@ class Rows(Books):
         batch: of `RowBlocks`, and what each row holds.
         stale: tables that were freed.
         numbers: of all tokens written, by what they are.
+        done: how often which operation was done.
     """
 
     kv: PagedKVCache
     batch: tuple[RowBlocks, list[list[float]]] | None
     stale: list[list[int]]
     numbers: dict[Any, int]
+    done: Counter[str]
 
     def number(self, *what: Any) -> float:
         """Another one for each text."""
@@ -45,11 +49,20 @@ class Rows(Books):
             self.rows.append((self.kv.allocate(count), [[] for _ in range(count)]))
 
     def append(self) -> None:
+        """Where the copies that it needs fail, nothing has changed."""
         if not self.rows:
             return
         rows, texts = self.r.choice(self.rows)
         lens = [self.r.choice([0, 1, 1, 2, 4]) for _ in texts]
-        metadata = rows.append(lens)
+        try:
+            if self.r.random() < 0.3:
+                with patch.object(self.kv, "copy_blocks", side_effect=OSError):
+                    metadata = rows.append(lens)
+            else:
+                metadata = rows.append(lens)
+        except OSError:
+            self.done["failed copies"] += 1
+            return
         self.flush()
         slots = iter(metadata.slot_mapping.tolist())
         for text, new in zip(texts, lens, strict=True):

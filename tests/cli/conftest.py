@@ -1,6 +1,9 @@
-"""A model that the command line's tests share."""
+"""What the command line needs, and a model that its tests share."""
 
 import pytest
+
+for _package in ("typer", "rich", "transformers", "gguf", "safetensors"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-for _package in ("gguf", "transformers", "safetensors"):
-    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
-
-from torchpaged.cli import demo  # noqa: E402
+from torchpaged.cli import demo
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_golden.json").read_text())["prompts"]
 

@@ -4,11 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from command import run
-
-for _package in ("typer", "rich", "transformers", "gguf"):
-    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
 
 NAMES = {
     "model.embed_tokens": "token_embd",

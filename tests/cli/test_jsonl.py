@@ -13,9 +13,6 @@ from command import Done, run
 
 from torchpaged.custom_ops.errors import ArgumentError
 
-for _package in ("typer", "rich", "transformers"):
-    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
-
 
 def generate(folder: str, *arguments: str, stdin: str | bytes = "") -> Done:
     bytes_of_it = stdin if isinstance(stdin, bytes) else stdin.encode()

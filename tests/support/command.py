@@ -81,3 +81,12 @@ def run(*arguments: str, **environment: str) -> Done:
             traceback.print_exc()
             code = 1
     return Done(code, out.getvalue(), errors.getvalue())
+
+
+def refused(words: str, *arguments: str, **environment: str) -> Done:
+    """The command, which says so on stderr and nothing on stdout."""
+    done = run(*arguments, **environment)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert words in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done

@@ -1,10 +1,14 @@
 """The model of the engine's tests."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine_requests import EACH, PROMPTS, TINY, engine, faulty_model, tokens_of
+
+if importlib.util.find_spec("transformers") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.calls import NUM_UNREAD, Calls
 from torchpaged.engine.sequence import Inbox
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 ENGINES = {**WAYS, "few blocks": {"num_blocks": 20}}
 

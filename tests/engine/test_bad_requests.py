@@ -19,7 +19,6 @@ from torchpaged import ArgumentError
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.prompts import prompt_ids
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 
 

@@ -11,7 +11,6 @@ from torchpaged import ArgumentError, BackendUnavailableError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 WATCHED = [5 + i * 7 % 90 for i in range(13)]
 OTHERS = [[*WATCHED[:9], 3, 4], [8], list(range(3, 40)), WATCHED]
 SIX = SamplingParams(max_new_tokens=6, ignore_eos=True)

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from torchpaged import TorchpagedError
 from torchpaged.backends import Limits
 from torchpaged.engine import Generator, SamplingParams

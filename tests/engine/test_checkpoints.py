@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed")
 from model_coverage.architectures import model_of
 
 from torchpaged import ArgumentError

@@ -16,7 +16,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach
 from torchpaged.model_state import hooks_of
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 PROMPT = [5, 6, 7]
 TINY = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}

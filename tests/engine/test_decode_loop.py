@@ -15,7 +15,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.sequence import Sequence
 from torchpaged.graphs import TapeCapture
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 GREEDY = SamplingParams(max_new_tokens=17)
 SEEDED = SamplingParams(
     max_new_tokens=17, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3

@@ -18,7 +18,6 @@ from torchpaged.cache.disk_blocks import DiskBlocks
 from torchpaged.cache.disk_tier import DiskTier
 from torchpaged.engine import Generator, SamplingParams
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)
 DRAW = random.Random(5)
 PROMPTS = [[DRAW.randrange(3, 99) for _ in range(DRAW.randint(12, 40))] for _ in range(12)]

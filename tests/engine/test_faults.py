@@ -19,7 +19,6 @@ from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.engine.device import LogitsRows, WholeStepRunner
 from torchpaged.engine.outputs import TextStream
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 POISON, CULPRIT, ALWAYS = 90, 2, 10**9  # a token of the prompt of request 2 alone
 PROMPTS = [*PROMPTS[:CULPRIT], [50, 51, POISON, 53, 54], *PROMPTS[CULPRIT + 1 :]]

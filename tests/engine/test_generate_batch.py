@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed")
 from model_coverage.architectures import model_of
 from model_coverage.hybrids import HYBRIDS
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from sessions import KEPT, semaphore_of
 
 from torchpaged.backends.choose import names as names_module
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.outputs import TextStream
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3, 3, 3, 3]]
 
 

@@ -20,7 +20,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.call_lock import interrupts_wait
 from torchpaged.graphs import bucketed
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 ENGINE = Path(torchpaged.__file__).parent / "engine"
 LOCKED = {str(ENGINE / name) for name in ("calls.py", "call_lock.py", "hand_out.py")}
 TRACED = tuple({str(path) for path in (*ENGINE.rglob("*.py"), bucketed.__file__)} - LOCKED)

@@ -28,7 +28,6 @@ import torchpaged
 from torchpaged.custom_ops.errors import NotCopyableError, RequestError, TorchpagedError
 from torchpaged.engine import Generator
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 OF_THE_ENGINE = tuple(str(Path(torchpaged.__file__).parent / part) for part in ("engine", "cache"))
 CALL_FILES = tuple(

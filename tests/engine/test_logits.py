@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
 from engine_requests import Letters
 from model_coverage.architectures import model_of

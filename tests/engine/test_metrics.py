@@ -9,7 +9,6 @@ from torchpaged import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.outputs import BOUNDS, LatencyHistogram
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)
 SAMPLE = re.compile(r'[a-z_]+(\{(le|reason)="([^"\\\n]|\\[\\"n])+"\})? [\d.e+-]+')
 

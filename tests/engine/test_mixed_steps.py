@@ -14,8 +14,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.chunk_budget import LEAST, ChunkBudget
 from torchpaged.graphs import TapeCapture
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
 
 @pytest.fixture(scope="module")
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:

@@ -15,7 +15,6 @@ import pytest
 
 from torchpaged.engine import Generator, SamplingParams
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("starlette", reason="starlette is not installed")
 testclient = pytest.importorskip(
     "starlette.testclient", reason="its client is not installed", exc_type=Exception

@@ -11,18 +11,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers
 
+import torchpaged.hf as hf
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.backends import AttentionSpec, select_backend
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.decisions import decide_compile, decide_graphs
 from torchpaged.engine.outputs import GeneratorStats
+from torchpaged.fuse import FusionReport
+from torchpaged.fuse.fusible import PASSES
 from torchpaged.graphs.capture import EagerCapture
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-import torchpaged.hf as hf  # noqa: E402
-from torchpaged.fuse import FusionReport  # noqa: E402
-from torchpaged.fuse.fusible import PASSES  # noqa: E402
 
 PROMPTS = [[5, 6, 7], [9], list(range(11, 30))]
 SAMPLING = SamplingParams(max_new_tokens=9)

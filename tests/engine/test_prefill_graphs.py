@@ -17,8 +17,6 @@ from torchpaged.graphs import TapeCapture
 from torchpaged.graphs.capture import Captured
 from torchpaged.graphs.report import BucketReport
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
 
 def generator(model: Any, **options: Any) -> Generator:
     return sized(model, **{"prefill_buckets": [8, 12, 16], **options})

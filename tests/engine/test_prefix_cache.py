@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engine_requests import tokens_of
 
 from torchpaged import ArgumentError, BlockPool
@@ -16,7 +17,6 @@ from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Sequence
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 SYSTEM = [3 + i * 7 % 90 for i in range(21)]
 PROMPTS = [[*SYSTEM, 5, 6, 7], [*SYSTEM, 9], SYSTEM[:9], [*SYSTEM, 5, 6, 7, 8, 9], [40, *SYSTEM], SYSTEM]
 TEN = SamplingParams(max_new_tokens=10, ignore_eos=True)

@@ -11,7 +11,6 @@ from torchpaged import CaptureError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.prefixes import CascadeCosts
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
 SYSTEM = [3 + i * 7 % 90 for i in range(21)]
 PROMPTS = [[*SYSTEM, 5, 6, 7], [*SYSTEM, 9], SYSTEM[:9], [*SYSTEM, 5, 6, 7, 8, 9], [40, *SYSTEM], SYSTEM]

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
 import random_setups
 
 from torchpaged import BlockPool, TorchpagedError

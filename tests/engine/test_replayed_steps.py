@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import torchpaged.hf as hf
 from torchpaged.engine import generate_call
@@ -14,7 +15,6 @@ from torchpaged.engine.replayed_steps import ReplayedSteps
 from torchpaged.graphs.capture import EagerCapture
 from torchpaged.hf.row_changes import LateCopies
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:torchpaged. this call of an accelerated model")
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engine_requests import interrupt_a_read
 
 from torchpaged import AttentionMetadata
@@ -12,7 +13,6 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel
 
-transformers = pytest.importorskip("transformers")
 COMMON: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 32,

@@ -10,7 +10,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 SIZES = {**engine_requests.SIZES, "max_batch_size": 6}
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 
 from engine_requests import drawn
 from kernels_of_steps import SMS, step_kernels

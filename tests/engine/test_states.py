@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed")
 from engine_requests import interrupt_a_read
 from model_coverage.architectures import model_of
 from model_coverage.hybrids import HYBRIDS, poison

@@ -24,7 +24,6 @@ from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.engine import Generator
 from torchpaged.engine.call_lock import CallLock
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 
 

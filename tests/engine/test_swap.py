@@ -16,7 +16,6 @@ from torchpaged.engine.batch_steps import Lost
 from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.sequence import Sequence
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DRAW = random.Random(3)
 PROMPTS = [[DRAW.randrange(3, 99) for _ in range(DRAW.randint(3, 30))] for _ in range(10)]
 PARAMS = [

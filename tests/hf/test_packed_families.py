@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
 from model_coverage import architectures, vision_models
 from model_coverage.architectures import config_of, model_of, model_types
 from model_coverage.checks import difference
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchpaged import ArgumentError, AttentionMetadata, UnsupportedModelError

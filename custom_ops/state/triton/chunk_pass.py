@@ -28,30 +28,25 @@ def pass_kernel(
     out,
     chunks,
     joined_ptr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIZES: tl.constexpr,
     STAGES: tl.constexpr,
-    BY_KEY: tl.constexpr,
     ENDS: tl.constexpr,
 ):
-    """Grid: (rows * NUM_HEADS * tiles of columns,), tiles fastest; ``q, k, v, out``: `Tokens`. With
-    ``joined_ptr``, float32 ``[num_tokens // segment + rows, NUM_HEADS, KEY_DIM, VALUE_DIM + KEY_DIM]``,
+    """Grid: (rows * heads * tiles of columns,), tiles fastest; ``q, k, v, out``: `Tokens`. With
+    ``joined_ptr``, float32 ``[num_tokens // segment + rows, heads, key_dim, value_dim + key_dim]``,
     segments in the rows' place; values' columns have their states at their begins. ENDS: the first pass,
     which has columns of keys, too, and writes ``joined_ptr`` alone, but for a row's last segment."""
+    CHUNK: tl.constexpr = SIZES.chunk
+    KEY_DIM: tl.constexpr = SIZES.key_dim
+    VALUE_DIM: tl.constexpr = SIZES.value_dim
+    PRECISION: tl.constexpr = SIZES.precision
+    TILE: tl.constexpr = SIZES.tile
     WIDTH: tl.constexpr = VALUE_DIM + KEY_DIM
     COLUMNS: tl.constexpr = WIDTH if ENDS else VALUE_DIM
     TILES: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     pid = tl.program_id(0)
-    head = pid // TILES % NUM_HEADS
-    place = pid // (TILES * NUM_HEADS)
+    head = pid // TILES % SIZES.heads
+    place = pid // (TILES * SIZES.heads)
     if joined_ptr is not None:
         req, part = find_row_of_tile(place, batch.starts, num_reqs, segment)
     else:
@@ -60,17 +55,17 @@ def pass_kernel(
     low = part * segment
     high = tl.minimum(low + segment, count)
     d = pid % TILES * TILE + tl.arange(0, TILE)
-    needed = (count > SHORT) & (slot > 0) & (low < count)
+    needed = (count > SIZES.short) & (slot > 0) & (low < count)
     if ENDS:  # a row's first segment knows its state
         needed &= (high < count) & ((part > 0) | (pid % TILES * TILE < VALUE_DIM))
     DTYPE: tl.constexpr = chunks.scores.dtype.element_ty
     if needed:
-        n, i = tl.arange(0, KEY_PAD), tl.arange(0, CHUNK)
+        n, i = tl.arange(0, SIZES.key_pad), tl.arange(0, CHUNK)
         inside = (n < KEY_DIM)[:, None] & (d < COLUMNS)[None, :]
         of_state = state.ptr + slot * state.slot + head * state.head + n[:, None] * state.row + d[None, :]
         if joined_ptr is not None:
             of_part = (
-                joined_ptr + ((place * NUM_HEADS + head).to(tl.int64) * KEY_DIM + n[:, None]) * WIDTH + d
+                joined_ptr + ((place * SIZES.heads + head).to(tl.int64) * KEY_DIM + n[:, None]) * WIDTH + d
             )
         if ENDS or joined_ptr is None:
             kept = inside & (d < VALUE_DIM)[None, :] & (part == 0) & (seq_len > count)
@@ -86,30 +81,30 @@ def pass_kernel(
             live = (at >= first) & (at < count)
             inside_keys = live[:, None] & (n < KEY_DIM)[None, :]
             by_key = (here + at)[:, None] * KEY_DIM + n[None, :]
-            if BY_KEY:
+            if SIZES.by_key:
                 if not ENDS:
                     queries = tl.load(chunks.queries + by_key, mask=inside_keys, other=0.0)
                 keys = tl.load(chunks.keys + by_key, mask=inside_keys, other=0.0)
             else:
                 if not ENDS:
-                    queries = load_rows(q, start + at, live, head // GROUP, n, KEY_DIM).to(DTYPE)
-                keys = load_rows(k, start + at, live, head // GROUP, n, KEY_DIM).to(DTYPE)
+                    queries = load_rows(q, start + at, live, head // SIZES.group, n, KEY_DIM).to(DTYPE)
+                keys = load_rows(k, start + at, live, head // SIZES.group, n, KEY_DIM).to(DTYPE)
             if not ENDS:
                 ptrs = chunks.scores + (here + at)[:, None] * CHUNK + i[None, :]
                 scores = tl.load(ptrs, mask=live[:, None], other=0.0)
                 since = tl.load(chunks.since + here + at, mask=live, other=0.0)
             left = tl.load(chunks.left + here + at, mask=live, other=0.0)
-            if BY_KEY:
-                number = ((begin // CHUNK + req + base // CHUNK) * NUM_HEADS + head).to(tl.int64)
+            if SIZES.by_key:
+                number = ((begin // CHUNK + req + base // CHUNK) * SIZES.heads + head).to(tl.int64)
                 decay = tl.load(chunks.decay + number * KEY_DIM + n, mask=n < KEY_DIM, other=0.0)[:, None]
             else:
                 decay = tl.load(chunks.decay + here + tl.maximum(base, first))
             held = matrix.to(DTYPE)
             u = load_rows(v, start + at, live, head, d, VALUE_DIM)
-            if DELTA:
+            if SIZES.delta:
                 ptrs = chunks.solved + (here + at)[:, None] * CHUNK + i[None, :]
                 solved = tl.load(ptrs, mask=live[:, None], other=0.0)
-                known = tl.load(chunks.known + by_key, mask=inside_keys, other=0.0) if BY_KEY else keys
+                known = tl.load(chunks.known + by_key, mask=inside_keys, other=0.0) if SIZES.by_key else keys
                 seen = tl.load(chunks.seen + here + at, mask=live, other=0.0)
                 known = product(known, held, PRECISION) * seen[:, None]
                 u = product(solved, (u.to(tl.float32) - known).to(DTYPE), PRECISION)
@@ -137,31 +132,21 @@ def exact_product(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def join_kernel(
-    segment,
-    batch,
-    state,
-    joined_ptr,
-    NUM_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def join_kernel(segment, batch, state, joined_ptr, SIZES: tl.constexpr, HALF: tl.constexpr):
     """Between two passes over segments: of what a segment leaves of zeros, its state at its begin, in its
-    place. Grid: (rows * NUM_HEADS * tiles of values,). HALF: products are of bfloat16."""
+    place. Grid: (rows * heads * tiles of values,). HALF: products are of bfloat16."""
+    KEY_DIM: tl.constexpr = SIZES.key_dim
+    VALUE_DIM: tl.constexpr = SIZES.value_dim
+    TILE: tl.constexpr = SIZES.tile
     DTYPE: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     WIDTH: tl.constexpr = VALUE_DIM + KEY_DIM
     TILES: tl.constexpr = (VALUE_DIM + TILE - 1) // TILE
     pid = tl.program_id(0)
-    head = pid // TILES % NUM_HEADS
-    req = pid // (TILES * NUM_HEADS)
+    head = pid // TILES % SIZES.heads
+    req = pid // (TILES * SIZES.heads)
     begin, count, _, slot, seq_len = row_of(req, batch)
-    if (count > SHORT) & (slot > 0):
-        n, d = tl.arange(0, KEY_PAD), pid % TILES * TILE + tl.arange(0, TILE)
+    if (count > SIZES.short) & (slot > 0):
+        n, d = tl.arange(0, SIZES.key_pad), pid % TILES * TILE + tl.arange(0, TILE)
         inside = (n < KEY_DIM)[:, None] & (d < VALUE_DIM)[None, :]
         of_keys = (n < KEY_DIM)[:, None] & (n < KEY_DIM)[None, :]
         ptrs = state.ptr + slot * state.slot + head * state.head + n[:, None] * state.row + d[None, :]
@@ -169,12 +154,12 @@ def join_kernel(
         place = begin // segment + req
         last = (count - 1) // segment
         for part in range(last + 1):
-            rows = joined_ptr + ((place + part) * NUM_HEADS + head).to(tl.int64) * KEY_DIM * WIDTH
+            rows = joined_ptr + ((place + part) * SIZES.heads + head).to(tl.int64) * KEY_DIM * WIDTH
             here = rows + n[:, None] * WIDTH
             end = tl.load(here + d[None, :], mask=inside & (part < last), other=0.0)
             tl.debug_barrier()  # other threads' numbers are there
             tl.store(here + d[None, :], matrix, mask=inside)
             if (part > 0) & (part < last):
                 over = tl.load(here + VALUE_DIM + n[None, :], mask=of_keys, other=0.0)
-                end += exact_product(over, matrix, DTYPE, PRECISION)
+                end += exact_product(over, matrix, DTYPE, SIZES.precision)
             matrix = end

@@ -8,11 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.triton.chunk_pass import join_kernel, pass_kernel
 from torchpaged.custom_ops.state.triton.chunk_products import chunk_kernel
 from torchpaged.custom_ops.state.triton.key_products import key_chunk_kernel
-from torchpaged.custom_ops.state.triton.records import Batch, Chunks, State
+from torchpaged.custom_ops.state.triton.records import Batch, Chunks, Sizes, State
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2
@@ -132,90 +132,59 @@ class _Launches:
     """Triton's kernels over the long rows of one call, whose rows are `even`; ``tile``: of `tiles`."""
 
     def __init__(self, call: LinearAttentionCall, tile: Tiles) -> None:
-        self._call, self._tile = call, tile
+        self._call, self._stages = call, tile.stages
         self._tensors = [Tokens.of(x) for x in (call.q, call.k, call.v)]
         self._out, self._state = Tokens.of(call.out), State.of(call.state)
         self._batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
-        (num_tokens, num_heads, value_dim), key_dim = call.v.shape, call.q.shape[2]
-        self._sizes, self._heads = (call.state_slots.shape[0], num_tokens), num_heads
-        sizes: dict[str, Any] = {"NUM_HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-        self._of_all = sizes | {"SHORT": SHORT, "PRECISION": tile.precision}
-        self._of_chunks = {
-            "GROUP": num_heads // call.q.shape[1],
-            "CHUNK": tile.chunk,
-            "DELTA": call.delta_rule,
-        }
-        self._key_pad = max(16, next_power_of_2(key_dim))
+        self._counts = call.state_slots.shape[0], call.v.shape[0]
+        self._sizes = Sizes.of(call, tile.value, SHORT, tile.chunk, tile.precision)
 
     def relate_tokens(self) -> Chunks:
         """The first kernel; what it leaves to the second."""
-        call, chunk, (num_reqs, num_tokens) = self._call, self._tile.chunk, self._sizes
-        by_key, chunks = call.g.dim() == 3, workspace(call, chunk)
-        if by_key:
-            sums = call.v.new_empty(self._heads, num_tokens, KEY_TILE, dtype=torch.float32)
+        call, sizes, (num_reqs, num_tokens) = self._call, self._sizes, self._counts
+        kernel, chunks = chunk_kernel, workspace(call, sizes.chunk)
+        tile = min(64, max(16, next_power_of_2(max(sizes.key_dim, sizes.value_dim))))
+        if sizes.by_key:
+            kernel, tile = key_chunk_kernel, KEY_TILE
+            sums = call.v.new_empty(sizes.heads, num_tokens, KEY_TILE, dtype=torch.float32)
             chunks = chunks._replace(sums=sums)
-        widest = max(call.q.shape[2], call.v.shape[2])
         launch_kernel(
-            key_chunk_kernel if by_key else chunk_kernel,
-            ((num_tokens // chunk + num_reqs) * self._heads,),
-            *self._sizes,
-            call.scale,
-            *self._tensors,
-            Tokens.of(call.g) if by_key else Matrix.of(call.g),
-            Matrix.of(call.beta),
-            self._batch,
-            self._out,
-            chunks,
-            TILE=KEY_TILE if by_key else min(64, max(16, next_power_of_2(widest))),
-            NORMALIZE=call.normalize,
-            EPS=NORM_EPS,
+            kernel,
+            ((num_tokens // sizes.chunk + num_reqs) * sizes.heads,),
+            *(*self._counts, call.scale, *self._tensors[:2]),
+            Tokens.of(call.g) if sizes.by_key else Matrix.of(call.g),
+            *(Matrix.of(call.beta), self._batch, self._out, chunks),
+            SIZES=sizes._replace(tile=tile),
             num_warps=4,
-            **self._of_all,
-            **self._of_chunks,
         )
         return chunks
 
     def pass_chunks(self, chunks: Chunks, joined: Tensor | None, segment: int, ends: bool) -> None:
         """The second kernel, over ``chunks``; the other arguments as in `Kernels`."""
-        call, tile = self._call, self._tile
-        places = self._sizes[0] if joined is None else joined.shape[0]
-        columns = call.v.shape[2] + (call.q.shape[2] if ends else 0)
+        sizes = self._sizes
+        places = self._counts[0] if joined is None else joined.shape[0]
+        columns = sizes.value_dim + (sizes.key_dim if ends else 0)
         launch_kernel(
             pass_kernel,
-            (places * self._heads * triton.cdiv(columns, tile.value),),
-            *self._sizes,
-            segment,
-            *self._tensors,
-            self._batch,
-            self._state,
-            self._out,
-            chunks,
-            joined,
-            STAGES=2 if ends else tile.stages,
-            BY_KEY=call.g.dim() == 3,
+            (places * sizes.heads * triton.cdiv(columns, sizes.tile),),
+            *(*self._counts, segment, *self._tensors),
+            *(self._batch, self._state, self._out, chunks, joined),
+            SIZES=sizes,
+            STAGES=2 if ends else self._stages,
             ENDS=ends,
-            KEY_PAD=self._key_pad,
-            TILE=tile.value,
             num_warps=4,
-            **self._of_all,
-            **self._of_chunks,
         )
 
     def join(self, joined: Tensor, segment: int) -> None:
         """States at the begins of segments, from what the segments make of zeros and of the identity."""
-        call = self._call
+        sizes = self._sizes._replace(tile=16)
         launch_kernel(
             join_kernel,
-            (self._sizes[0] * self._heads * triton.cdiv(call.v.shape[2], 16),),
-            segment,
-            self._batch,
-            self._state,
-            joined,
-            HALF=call.v.dtype == torch.bfloat16,
-            KEY_PAD=self._key_pad,
-            TILE=16,
+            (self._counts[0] * sizes.heads * triton.cdiv(sizes.value_dim, sizes.tile),),
+            *(segment, self._batch, self._state, joined),
+            SIZES=sizes,
+            HALF=self._call.v.dtype == torch.bfloat16,
             num_warps=8,
-            **self._of_all,
         )
 
 

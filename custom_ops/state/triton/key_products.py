@@ -22,6 +22,7 @@ from torchpaged.custom_ops.state.triton.chunk_products import (
     store_zeros,
     sum_decays,
 )
+from torchpaged.custom_ops.state.triton.rows import EPS
 
 #: Distance of sums up to which exponents of both signs are numbers of bfloat16, and so are weighted keys.
 WIDEST = tl.constexpr(160.0)
@@ -48,40 +49,21 @@ def add_pairs(scores, lower, queries, keys, above, pairs, DTYPE: tl.constexpr, P
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
-def key_chunk_kernel(
-    num_reqs,
-    num_tokens,
-    scale,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    batch,
-    out,
-    chunks,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    SHORT: tl.constexpr,
-    DELTA: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def key_chunk_kernel(num_reqs, num_tokens, scale, q, k, g, beta, batch, out, chunks, SIZES: tl.constexpr):
     """As `chunk_kernel`; ``g``: `Tokens`. With the delta rule alone."""
-    tl.static_assert(DELTA)
+    CHUNK: tl.constexpr = SIZES.chunk
+    TILE: tl.constexpr = SIZES.tile
+    KEY_DIM: tl.constexpr = SIZES.key_dim
+    PRECISION: tl.constexpr = SIZES.precision
+    tl.static_assert(SIZES.delta)
     LEVELS: tl.constexpr = 4 + (CHUNK >= 32) + (CHUNK >= 64)
     DTYPE: tl.constexpr = chunks.scores.dtype.element_ty
-    tile, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
-    part, begin, count, first, live, void = chunk_of(tile, batch, num_reqs, num_tokens, CHUNK, SHORT)
+    tile, head = tl.program_id(0) // SIZES.heads, tl.program_id(0) % SIZES.heads
+    part, begin, count, first, live, void = chunk_of(tile, batch, num_reqs, num_tokens, SIZES)
     i, d = tl.arange(0, CHUNK), tl.arange(0, TILE)
     token = begin + part * CHUNK + i
     if tl.max(void.to(tl.int32), 0) > 0:
-        store_zeros(out, token, void, head, d, CHUNK, VALUE_DIM, TILE)
+        store_zeros(out, token, void, head, d, SIZES)
     if tl.max(live.to(tl.int32), 0) > 0:
         j = tl.arange(0, CHUNK)[None, :]
         start = head.to(tl.int64) * num_tokens + begin
@@ -92,15 +74,15 @@ def key_chunk_kernel(
         squares_q = tl.zeros((CHUNK,), tl.float32)
         squares_k = tl.zeros((CHUNK,), tl.float32)
         for base in range(0, KEY_DIM, TILE):
-            queries = load_rows(q, token, live, head // GROUP, base + d, KEY_DIM).to(tl.float32)
-            keys = load_rows(k, token, live, head // GROUP, base + d, KEY_DIM).to(tl.float32)
+            queries = load_rows(q, token, live, head // SIZES.group, base + d, KEY_DIM).to(tl.float32)
+            keys = load_rows(k, token, live, head // SIZES.group, base + d, KEY_DIM).to(tl.float32)
             total = sum_decays(load_rows(g, token, live, head, base + d, KEY_DIM))
-            if NORMALIZE:
+            if SIZES.normalize:
                 squares_q += tl.sum(queries * queries, 1)
                 squares_k += tl.sum(keys * keys, 1)
             last = tl.sum(tl.where(i[:, None] == CHUNK - 1, total, 0.0), 0)
             of_key = base + d < KEY_DIM
-            decay = chunks.decay + (tile * NUM_HEADS + head).to(tl.int64) * KEY_DIM + base + d
+            decay = chunks.decay + (tile * SIZES.heads + head).to(tl.int64) * KEY_DIM + base + d
             tl.store(decay, tl.exp(last), mask=of_key)
             since, inside = tl.exp(total), live[:, None] & of_key[None, :]
             to = origin * KEY_DIM + base + (i[:, None] * KEY_DIM + d[None, :])
@@ -140,7 +122,7 @@ def key_chunk_kernel(
             factor = load_gate(beta, token, live, head)
         norm_q = tl.full((CHUNK,), 1.0, tl.float32) * scale
         norm_k = tl.full((CHUNK,), 1.0, tl.float32)
-        if NORMALIZE:
+        if SIZES.normalize:
             norm_q *= tl.rsqrt(squares_q + EPS)
             norm_k = tl.rsqrt(squares_k + EPS)
         tl.store(chunks.since + place, norm_q, mask=live)
@@ -148,4 +130,4 @@ def key_chunk_kernel(
         scores = tl.where(i[:, None] >= j, scores * norm_q[:, None] * norm_k[None, :], 0.0)
         store_square(chunks.scores, origin, scores, live, CHUNK)
         lower = tl.where(i[:, None] > j, lower * (factor * norm_k)[:, None] * norm_k[None, :], 0.0)
-        store_solved(lower, factor, chunks, origin, live, CHUNK, NORMALIZE, PRECISION)
+        store_solved(lower, factor, chunks, origin, live, SIZES)

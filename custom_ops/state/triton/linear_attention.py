@@ -12,12 +12,12 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.chunks import SHORT, Kernels, attend_in_chunks, has_long_rows
 from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel, split_decay
-from torchpaged.custom_ops.state.triton.records import Batch, State
-from torchpaged.custom_ops.state.triton.rows import row_of
+from torchpaged.custom_ops.state.triton.records import Batch, Sizes, State
+from torchpaged.custom_ops.state.triton.rows import EPS, row_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
@@ -52,7 +52,7 @@ def of_decode(state: Tensor, tile: Tiles) -> dict[str, Any]:
 
 
 @triton.jit
-def load_key(ptr, here, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
+def load_key(ptr, here, NORMALIZE: tl.constexpr):
     """A key or query in float32."""
     x = tl.load(ptr, mask=here, other=0.0).to(tl.float32)
     if NORMALIZE:
@@ -62,68 +62,46 @@ def load_key(ptr, here, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def recurrent_kernel(
-    num_reqs,
-    num_tokens,
-    scale,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    batch,
-    state,
-    out,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TILE_VALUE: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    DELTA: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    SHORT: tl.constexpr,
-    PDL: tl.constexpr,
+    num_reqs, num_tokens, scale, q, k, v, g, beta, batch, state, out, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; ``q, k, v, g, out``: `Tokens`;
-    ``beta``: `Matrix`; GROUP: heads per key head; BY_KEY: a decay per row of the state; SHORT: rows of more
-    tokens, and what is behind the last row, are other kernels'; 0: all is this one's."""
-    VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
+    """Grid: (num_reqs * heads * tiles of values,), tiles fastest; ``q, k, v, g, out``: `Tokens`; ``beta``:
+    `Matrix`; SIZES: `Sizes`."""
+    TILE: tl.constexpr = SIZES.tile
+    VALUE_TILES: tl.constexpr = (SIZES.value_dim + TILE - 1) // TILE
     pid = tl.program_id(0)
-    head = pid // VALUE_TILES % NUM_HEADS
-    req = pid // (VALUE_TILES * NUM_HEADS)
+    head = pid // VALUE_TILES % SIZES.heads
+    req = pid // (VALUE_TILES * SIZES.heads)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     begin, count, first, slot, seq_len = row_of(req, batch)
-    if (SHORT > 0) & (count > SHORT):
+    if (SIZES.short > 0) & (count > SIZES.short):
         return
-    n = tl.arange(0, KEY_PAD)
-    d = pid % VALUE_TILES * TILE_VALUE + tl.arange(0, TILE_VALUE)
-    of_key, of_value = n < KEY_DIM, d < VALUE_DIM
+    n = tl.arange(0, SIZES.key_pad)
+    d = pid % VALUE_TILES * TILE + tl.arange(0, TILE)
+    of_key, of_value = n < SIZES.key_dim, d < SIZES.value_dim
     place = state.ptr + slot * state.slot + head * state.head + n[:, None] * state.row + d[None, :]
     inside = of_key[:, None] & of_value[None, :]
     kept = (slot > 0) & (seq_len > count)
     matrix = tl.load(place, mask=inside & kept, other=0.0).to(tl.float32)
     to = out.ptr + head * out.head + d
-    nothing = tl.zeros((TILE_VALUE,), out.ptr.dtype.element_ty)
+    nothing = tl.zeros((TILE,), out.ptr.dtype.element_ty)
     begin = begin.to(tl.int64)
     for i in range(first):
         tl.store(to + (begin + i) * out.token, nothing, mask=of_value)
     for i in range(first, count):
         token = begin + i
-        q_place = q.ptr + token * q.token + head // GROUP * q.head + n
-        k_place = k.ptr + token * k.token + head // GROUP * k.head + n
-        query = load_key(q_place, of_key, NORMALIZE, EPS) * scale
-        key = load_key(k_place, of_key, NORMALIZE, EPS)
+        q_place = q.ptr + token * q.token + head // SIZES.group * q.head + n
+        k_place = k.ptr + token * k.token + head // SIZES.group * k.head + n
+        query = load_key(q_place, of_key, SIZES.normalize) * scale
+        key = load_key(k_place, of_key, SIZES.normalize)
         u = tl.load(v.ptr + token * v.token + head * v.head + d, mask=of_value, other=0.0).to(tl.float32)
         gate = g.ptr + token * g.token + head * g.head
-        if BY_KEY:
+        if SIZES.by_key:
             decay, most, rest = split_decay(tl.load(gate + n, mask=of_key, other=0.0)[:, None])
         else:
             decay, most, rest = split_decay(tl.load(gate))
-        if DELTA:
+        if SIZES.delta:
             u -= tl.sum(matrix * (decay * key[:, None]), axis=0)
         if beta.ptr is not None:
             u *= tl.load(beta.ptr + token * beta.row + head).to(tl.float32)
@@ -133,7 +111,7 @@ def recurrent_kernel(
     if slot > 0:
         tl.store(place, matrix.to(state.ptr.dtype.element_ty), mask=inside)
     # The last row's programs have the tokens behind it, too.
-    if (SHORT == 0) & (req == num_reqs - 1):
+    if (SIZES.short == 0) & (req == num_reqs - 1):
         for rest in range(count, num_tokens - begin):
             tl.store(to + (begin + rest) * out.token, nothing, mask=of_value)
 
@@ -169,22 +147,10 @@ def linear_attention(
         State.of(state),
         Tokens.of(out),
     )
-    options = {
-        "NUM_HEADS": num_heads,
-        "GROUP": num_heads // q.shape[1],
-        "KEY_DIM": key_dim,
-        "KEY_PAD": next_power_of_2(key_dim),
-        "VALUE_DIM": value_dim,
-        "TILE_VALUE": tile.value,
-        "BY_KEY": g.dim() == 3,
-        "DELTA": call.delta_rule,
-        "NORMALIZE": call.normalize,
-        "EPS": NORM_EPS,
-        "num_warps": tile.num_warps,
-    }
+    sizes = Sizes.of(call, tile.value, SHORT if in_chunks else 0)
+    options = {"SIZES": sizes, "num_warps": tile.num_warps}
     if call.max_query_len == 1:
         launch_kernel(linear_decode_kernel, grid, *arguments, **options, **of_decode(state, tile))
     else:
-        short = SHORT if in_chunks else 0
         early = early_launch(v.device)  # behind long rows it has nothing to do, mostly
-        launch_kernel(recurrent_kernel, grid, *arguments, **options, SHORT=short, **early)
+        launch_kernel(recurrent_kernel, grid, *arguments, **options, **early)

@@ -8,7 +8,7 @@ S, and out = S'^T q = S^T q' + (k . q) u.
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.state.triton.rows import row_of
+from torchpaged.custom_ops.state.triton.rows import EPS, row_of
 
 
 @triton.jit
@@ -31,54 +31,33 @@ def split_decay(g):
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def linear_decode_kernel(
-    num_reqs,
-    num_tokens,
-    scale,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    batch,
-    state,
-    out,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TILE_VALUE: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    DELTA: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    EVICT: tl.constexpr,
+    num_reqs, num_tokens, scale, q, k, v, g, beta, batch, state, out, SIZES: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Grid, records, GROUP and BY_KEY as of ``recurrent_kernel``; EVICT: what L2 is told of states."""
-    VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
+    """Grid and records as of ``recurrent_kernel``; EVICT: what L2 is told of states."""
+    VALUE_TILES: tl.constexpr = (SIZES.value_dim + SIZES.tile - 1) // SIZES.tile
     pid = tl.program_id(0)
-    head = pid // VALUE_TILES % NUM_HEADS
-    req = pid // (VALUE_TILES * NUM_HEADS)
+    head = pid // VALUE_TILES % SIZES.heads
+    req = pid // (VALUE_TILES * SIZES.heads)
     begin, count, first, slot, seq_len = row_of(req, batch)
     live, token = first < count, begin.to(tl.int64)
-    n = tl.arange(0, KEY_PAD)
-    d = pid % VALUE_TILES * TILE_VALUE + tl.arange(0, TILE_VALUE)
-    of_key, of_value = (n < KEY_DIM) & live, (d < VALUE_DIM) & live
+    n = tl.arange(0, SIZES.key_pad)
+    d = pid % VALUE_TILES * SIZES.tile + tl.arange(0, SIZES.tile)
+    of_key, of_value = (n < SIZES.key_dim) & live, (d < SIZES.value_dim) & live
     place = state.ptr + slot * state.slot + head * state.head + n[:, None] * state.row + d[None, :]
     inside = of_key[:, None] & of_value[None, :]
     matrix = tl.load(place, mask=inside & (seq_len > count), other=0.0, eviction_policy=EVICT)
-    key_head = head // GROUP
+    key_head = head // SIZES.group
     query = tl.load(q.ptr + token * q.token + key_head * q.head + n, mask=of_key, other=0.0).to(tl.float32)
     key = tl.load(k.ptr + token * k.token + key_head * k.head + n, mask=of_key, other=0.0).to(tl.float32)
     u = tl.load(v.ptr + token * v.token + head * v.head + d, mask=of_value, other=0.0).to(tl.float32)
     gate = g.ptr + token * g.token + head * g.head
     decay, most, rest = split_decay(
-        tl.load(gate + n, mask=of_key, other=0.0) if BY_KEY else tl.load(gate, mask=live, other=0.0)
+        tl.load(gate + n, mask=of_key, other=0.0) if SIZES.by_key else tl.load(gate, mask=live, other=0.0)
     )
     factor = 1.0
     if beta.ptr is not None:
         factor = tl.load(beta.ptr + token * beta.row + head, mask=live, other=0.0).to(tl.float32)
-    if NORMALIZE:
+    if SIZES.normalize:
         kk, qq = tl.reduce((key * key, query * query), 0, add_pairs)
         key *= tl.rsqrt(kk + EPS)
         query *= tl.rsqrt(qq + EPS)
@@ -86,7 +65,7 @@ def linear_decode_kernel(
     kq = tl.sum(key * query, axis=0)
     matrix = matrix.to(tl.float32)
     left_q, left_k = (decay * query)[:, None], (decay * key)[:, None]
-    if DELTA:
+    if SIZES.delta:
         seen, y = tl.reduce((matrix * left_k, matrix * left_q), 0, add_pairs)
         u -= seen
     else:
@@ -95,15 +74,15 @@ def linear_decode_kernel(
     y += kq * u
     new = key[:, None] * u[None, :]
     if state.ptr.dtype.element_ty == tl.float32:
-        matrix = matrix * (most[:, None] if BY_KEY else most) + (
-            matrix * (rest[:, None] if BY_KEY else rest) + new
+        matrix = matrix * (most[:, None] if SIZES.by_key else most) + (
+            matrix * (rest[:, None] if SIZES.by_key else rest) + new
         )
     else:  # its rounding hides that of the decay
-        matrix = matrix * (decay[:, None] if BY_KEY else decay) + new
+        matrix = matrix * (decay[:, None] if SIZES.by_key else decay) + new
     tl.store(place, matrix.to(state.ptr.dtype.element_ty), mask=inside, eviction_policy=EVICT)
     # Zeros for a token whose row has no slot, and for those behind the last row, which its programs have.
     to = out.ptr + head * out.head + d
     end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
     for i in range(end):
         value = tl.where(live & (i < count), y, 0.0).to(out.ptr.dtype.element_ty)
-        tl.store(to + (token + i) * out.token, value, mask=d < VALUE_DIM)
+        tl.store(to + (token + i) * out.token, value, mask=d < SIZES.value_dim)

@@ -4,6 +4,45 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.triton.launching import next_power_of_2
+
+
+class Sizes(NamedTuple):
+    """What the kernels of ``linear_attention`` are compiled for.
+
+    Attributes:
+        heads: of values and states; ``group``: of them per head of keys.
+        key_pad: a power of two of at least ``key_dim``.
+        tile: columns of values, or of keys, of a program at a time.
+        by_key: whether a state's rows decay one by one; ``delta``: whether the delta rule is applied.
+        short: rows of more tokens, and what is behind the last row, are the chunks' kernels'; 0: none are.
+        chunk, precision: as of `chunks.Tiles`.
+    """
+
+    heads: int
+    group: int
+    key_dim: int
+    key_pad: int
+    value_dim: int
+    tile: int
+    by_key: bool
+    delta: bool
+    normalize: bool
+    short: int
+    chunk: int
+    precision: str
+
+    @classmethod
+    def of(
+        cls, call: LinearAttentionCall, tile: int, short: int = 0, chunk: int = 0, precision: str = ""
+    ) -> Self:
+        """Those of a call; products of a chunk's matrices take keys of 16 numbers at least."""
+        (_, key_heads, key_dim), (_, heads, value_dim) = call.q.shape, call.v.shape
+        widths = key_dim, max(next_power_of_2(key_dim), 16 if chunk else 1), value_dim, tile
+        flags = call.g.dim() == 3, call.delta_rule, call.normalize
+        return cls(heads, heads // key_heads, *widths, *flags, short, chunk, precision)
+
 
 class Batch(NamedTuple):
     """Pointers to the slots, lengths and starts of a batch's rows."""

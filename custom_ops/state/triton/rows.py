@@ -5,6 +5,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from torchpaged.custom_ops.state.call import NORM_EPS
+
+EPS = tl.constexpr(NORM_EPS)
+
 
 class Row(NamedTuple):
     """A row of a batch, as a kernel has it: its first token, its tokens, how many of these are padding, its

@@ -195,23 +195,15 @@ def test_no_pin_is_left_where_a_policy_raises() -> None:
     assert sorted(pool.allocate(7)) == list(range(1, 8))
 
 
-def test_all_blocks_are_forgotten_though_a_policy_raises() -> None:
-    cache = PrefixCache(BlockPool(8), 4, eviction=Refuses("drop"))
-    pool, _tokens = cache.pool, fill(cache, 10, 3)
-    with pytest.raises(KeyError):
-        cache.clear("a test")
-    assert (len(pool.idle), pool.num_free) == (0, 7)
-    assert sorted(pool.allocate(7)) == list(range(1, 8))
-
-
-def test_a_text_is_forgotten_though_a_policy_raises() -> None:
+@pytest.mark.parametrize("forgets", ["all", "its text"])
+def test_blocks_are_forgotten_though_a_policy_raises(forgets: str) -> None:
     cache = PrefixCache(BlockPool(8), 4, eviction=Refuses("drop"))
     pool, text = cache.pool, cache.text([*range(12), 7])
     assert text.take() == []
     text.computed(12, blocks := pool.allocate(3))
     pool.free(blocks)
     with pytest.raises(KeyError):
-        text.forget()
+        cache.clear("a test") if forgets == "all" else text.forget()
     assert (len(pool.idle), pool.num_free) == (0, 7)
     assert sorted(pool.allocate(7)) == list(range(1, 8))
 

@@ -12,7 +12,7 @@ from model_coverage.encoder_decoders import FAMILIES
 from transformers import PreTrainedModel
 
 CAUSAL_CLASS = {"GPT2": "GPT2LMHeadModel"}
-CONFIG_CLASS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
+CONFIG_CLASS = {stem: f"{stem}TextConfig" for stem in ("Gemma3", "Gemma3n", "Gemma4", "Llama4")}
 
 
 def build(

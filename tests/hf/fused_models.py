@@ -10,7 +10,7 @@ from models import COMMON, SUFFIX, padded_prompts
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from torchpaged.hf import PagedCache, attach
+from torchpaged.hf import PagedCache, attach, fuse, unfuse
 
 MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _HEADS = {"head_dim": 16, "sliding_window": 8}
@@ -206,6 +206,13 @@ def build(name: str, attached: bool = True, **options: Any) -> Any:
     return model
 
 
+def fused(name: str, passes: Any = None, **options: Any) -> Any:
+    """`build`, fused."""
+    model = build(name, **options)
+    fuse(model, passes, count=False)
+    return model
+
+
 def generate(model: Any, paged: bool = True, **options: Any) -> Tensor:
     """Ten tokens behind each of two prompts, the shorter one padded on its left."""
     cache = {"past_key_values": PagedCache(model.config, 2, 64, block_size=4)} if paged else {}
@@ -236,6 +243,15 @@ def logits(model: Any, cache: Any = None) -> Tensor:
 def dense_logits(model: Any) -> Tensor:
     """`logits` over transformers' own cache."""
     return logits(model, transformers.DynamicCache(config=model.config))
+
+
+def fused_again(model: Any, want_of: Any = logits, tolerance: float = 1e-4) -> tuple[Any, Tensor]:
+    """Unfused and fused anew a model gives the same, which is given, behind the report."""
+    unfuse(model)
+    want = want_of(model)
+    report = fuse(model, count=False)
+    torch.testing.assert_close(logits(model), want, rtol=tolerance, atol=tolerance)
+    return report, want
 
 
 def pools(cache: PagedCache) -> list[Tensor]:

@@ -7,52 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from models import padded_prompts, tiny
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     Cache,
     CompileConfig,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
     PreTrainedModel,
 )
 
 from torchpaged.hf import PagedCache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+#: Layers that share keys; Gemma 4's full ones have wider heads, too.
 SHARED: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 64,
-    "intermediate_size": 96,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_kv_shared_layers": 2,
     "sliding_window": 8,
-    "max_position_embeddings": 256,
-    "vocab_size_per_layer_input": 99,
-    "hidden_size_per_layer_input": 8,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
 }
-
-
-def gemma3n() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return Gemma3nForCausalLM(
-        Gemma3nTextConfig(**SHARED, altup_num_inputs=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4)
-    ).eval()
-
-
-def gemma4() -> PreTrainedModel:
-    """Full layers with wider heads, too."""
-    torch.manual_seed(0)
-    return Gemma4ForCausalLM(Gemma4TextConfig(**SHARED, global_head_dim=32)).eval()
 
 
 def moves_shared_pools(model: PreTrainedModel) -> bool:
@@ -62,8 +35,8 @@ def moves_shared_pools(model: PreTrainedModel) -> bool:
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "Llama": lambda: tiny("Llama", num_hidden_layers=2),
-    "Gemma3n": gemma3n,
-    "Gemma4": gemma4,
+    "Gemma3n": lambda: build("Gemma3n", **SHARED, activation_sparsity_pattern=[0.0] * 4),
+    "Gemma4": lambda: build("Gemma4", **SHARED),
 }
 
 
@@ -110,7 +83,7 @@ def test_queries_that_give_no_logits_are_left_out(tokens: int, kept: int, compil
     """Gemma 4 does so in layers that share keys, for generate() and for assisted generation's candidates:
     fewer queries than the forward has, in a first forward and behind another."""
     torch._dynamo.reset()
-    model, ids = gemma4(), torch.randint(3, 99, (2, 2 * tokens))
+    model, ids = MODELS["Gemma4"](), torch.randint(3, 99, (2, 2 * tokens))
     cache = PagedCache(model.config, 2, 64, block_size=4, dense=compiled and moves_shared_pools(model))
     with torch.no_grad():
         model.set_attn_implementation("eager")

@@ -28,22 +28,9 @@ OTHERS = {
 }
 #: One of each kind: masks, widths, positions, states, and each way not to be paged.
 REPRESENTATIVE = (
-    *(
-        "llama",
-        "qwen3",
-        "qwen3_moe",
-        "gpt2",
-        "opt",
-        "phi3",
-        "olmo2",
-        "bert",
-        "whisper",
-        "bloom",
-        "falcon",
-        "gpt_neo",
-    ),
-    *("mistral", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "llama4_text"),
-    *("qwen3_next", "jamba", "deepseek_v3", "diffllama", "mamba", "rwkv", "cpmant"),
+    *("llama", "qwen3", "qwen3_moe", "gpt2", "opt", "phi3", "olmo2", "bert", "whisper", "bloom", "falcon"),
+    *("gpt_neo", "mistral", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss"),
+    *("llama4_text", "qwen3_next", "jamba", "deepseek_v3", "diffllama", "mamba", "rwkv", "cpmant"),
 )
 
 #: Positions in three axes, cached states beside keys, windows, chunks, towers of each kind, spans, a refusal.

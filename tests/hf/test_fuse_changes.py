@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fused_models import build, dense_logits, eager_tokens, generate, logits
+from fused_models import build, dense_logits, eager_tokens, fused, generate, logits
 from models import padded_prompts
 from torch import Tensor, nn
 
@@ -21,8 +21,7 @@ from torchpaged.hf import PagedCache, fuse, unfuse
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    model = build("Qwen2")
-    fuse(model)
+    model = fused("Qwen2")
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     want = model.state_dict()
@@ -50,8 +49,7 @@ def test_a_cast_rounds_the_rotation_as_the_models_own() -> None:
 @pytest.mark.parametrize("passes", [None, ("norm",), ("lm_head",)])
 def test_a_pickle_is_refused_where_it_is_made(passes: tuple[str, ...] | None) -> None:
     """It would name forwards that no class has, and fail where the file is all that is left."""
-    model = build("Llama")
-    fuse(model, passes)
+    model = fused("Llama", passes)
     with pytest.raises(NotCopyableError, match=r"unfuse\(model\)"):
         torch.save(model, io.BytesIO())
     unfuse(model)
@@ -69,8 +67,7 @@ def test_a_pickle_is_refused_ahead_of_what_it_could_not_hold(monkeypatch: pytest
 
 
 def test_a_copy_is_fused_and_independent() -> None:
-    model = build("Llama")
-    fuse(model)
+    model = fused("Llama")
     other, want = copy.deepcopy(model), logits(model)
     assert torch.equal(logits(other), want)
     with torch.no_grad():
@@ -90,8 +87,7 @@ def test_a_copy_is_fused_and_independent() -> None:
 
 def test_columns_in_groups_follow_copies_and_moves() -> None:
     """Of Qwen3-Next's product, whose columns are collected by a constant of ours."""
-    model = build("qwen3_next_moe")
-    fuse(model)
+    model = fused("qwen3_next_moe")
     want, twin = logits(model), copy.deepcopy(model)
     with torch.no_grad():
         twin.model.layers[0].linear_attn.in_proj_ba.weight.mul_(2)
@@ -136,8 +132,7 @@ def test_moving_and_loading_keep_the_model_right() -> None:
     ],
 )
 def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
-    model = build(name)
-    fuse(model)
+    model = fused(name)
     module: Any = model.get_decoder().get_submodule(f"layers.1.{part}")
     module.weight = nn.Parameter(module.weight.detach() * 2)
     with pytest.raises(ArgumentError, match=f"{part}.weight lies elsewhere; call torchpaged.hf.unfuse"):
@@ -162,8 +157,7 @@ def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
 )
 def test_changed_numbers_are_refused_not_ignored(name: str, part: str, number: str) -> None:
     """Fused layers took them when they were made."""
-    model = build(name)
-    fuse(model)
+    model = fused(name)
     logits(model)
     twin = copy.deepcopy(model)
     module: Any = model.get_decoder().get_submodule(part)
@@ -183,8 +177,7 @@ def test_changed_numbers_are_refused_not_ignored(name: str, part: str, number: s
 @pytest.mark.parametrize("passes", [None, ("rope",)])
 def test_changed_frequencies_are_refused_not_ignored(passes: Any, in_place: bool) -> None:
     """The table holds what they gave; a copy has a table of its own."""
-    model = build("Llama")
-    fuse(model, passes)
+    model = fused("Llama", passes)
     logits(model)
     twin = copy.deepcopy(model)
     want = logits(twin)
@@ -252,14 +245,9 @@ def _lora(model: Any) -> None:
     peft.inject_adapter_in_model(config, model)
 
 
-def _torchao(model: Any) -> None:
+def _torchao(part: Any) -> None:
     quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-
-
-def _torchao_head(model: Any) -> None:
-    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
-    quantization.quantize_(model.lm_head, quantization.Int8WeightOnlyConfig())
+    quantization.quantize_(part, quantization.Int8WeightOnlyConfig())
 
 
 CHANGES = {
@@ -277,13 +265,12 @@ CHANGES = {
     "class": _of_class,
     "lora": _lora,
     "torchao": _torchao,
-    "torchao head": _torchao_head,
+    "torchao head": lambda model: _torchao(model.lm_head),
 }
 
 
 def test_changes_of_a_mixer_are_refused_until_fused_again() -> None:
-    model = build("lfm2")
-    fuse(model)
+    model = fused("lfm2")
     logits(model)
     _hook("conv.in_proj")(model.model.layers[2])
     with pytest.raises(ArgumentError, match="layers.2.conv.in_proj has other forward hooks"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fused_models import build, eager_tokens, generate, logits, pools
+from fused_models import build, eager_tokens, fused, generate, logits, pools
 from model_coverage.architectures import model_of
 from models import COMMON, padded_prompts
 from torch import Tensor
@@ -85,8 +85,7 @@ def test_positions_beyond_the_table_and_gradients() -> None:
 @pytest.mark.parametrize("part", ["self_attn.o_proj.weight", "mlp.experts.down_proj"])
 def test_weights_that_train_behind_a_frozen_embedding(part: str) -> None:
     """Their gradients are not dropped in silence."""
-    model = build("Mixtral").requires_grad_(False)
-    fuse(model, count=False)
+    model = fused("Mixtral").requires_grad_(False)
     ids = torch.tensor([[5, 6, 7]])
     model(ids, past_key_values=PagedCache(model.config, 1, 8))
     model.get_decoder().layers[1].get_parameter(part).requires_grad_(True)
@@ -106,8 +105,7 @@ def test_autocast_is_the_unfused_models(name: str) -> None:
 
 
 def test_int32_ids_are_taken_as_before() -> None:
-    model = build("Llama")
-    fuse(model)
+    model = fused("Llama")
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         want, got = (
@@ -365,8 +363,7 @@ def test_engines_share_a_model(name: str, graphs: bool, fuses: tuple[bool, bool]
 @pytest.mark.parametrize("name", ["Llama", "lfm2"])
 def test_an_engine_goes_on_over_a_model_that_was_unfused(name: str) -> None:
     """Without graphs, which are of the fused model."""
-    model = build(name, attached=False)
-    fuse(model, count=False)
+    model = fused(name, attached=False)
     sizes: dict[str, Any] = {"max_batch_size": 2, "block_size": 4}
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     plain, graphs = (Generator(model, graphs=each, **sizes) for each in (False, True))
@@ -405,8 +402,7 @@ def test_the_last_layer_computes_the_tokens_whose_logits_are_wanted(
 ) -> None:
     """Behind its attention; keys, values and states are written for all. None is wanted of a chunk in the
     middle of a prompt; negative numbers count from the end, as in transformers."""
-    model = build(name, attached=False)
-    fuse(model, count=False)
+    model = fused(name, attached=False)
     fed, feed = list[int](), LayerPlan.feed
 
     def watched(self: LayerPlan, ops: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_models import build, dense_logits, logits
+from fused_models import build, dense_logits, fused, fused_again, logits
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.module_tracker import ModuleTracker
@@ -54,8 +54,7 @@ def run(model: Any, **options: Any) -> Tensor:
 )
 def test_changed_flags_are_refused_not_ignored(name: str, part: str, flag: str, value: Any) -> None:
     """Whatever kind of attribute it is, of a module or of the config; of a copy, too."""
-    model = build(name)
-    fuse(model, count=False)
+    model = fused(name)
     logits(model)
     for one in (model, copy.deepcopy(model)):
         base: Any = one.get_decoder()
@@ -66,8 +65,7 @@ def test_changed_flags_are_refused_not_ignored(name: str, part: str, flag: str, 
 
 
 def test_a_list_that_is_changed_in_place_is_seen() -> None:
-    model = build("Llama")
-    fuse(model, count=False)
+    model = fused("Llama")
     model.config.rope_parameters["rope_theta"] *= 2
     with pytest.raises(ArgumentError, match="config has rope_parameters"):
         logits(model)
@@ -75,8 +73,7 @@ def test_a_list_that_is_changed_in_place_is_seen() -> None:
 
 def test_multipliers_that_are_written_are_seen() -> None:
     """Of Falcon-H1's states, in a buffer that is not saved: fused layers have vectors made of it."""
-    model: Any = build("falcon_h1")
-    fuse(model, count=False)
+    model: Any = fused("falcon_h1")
     with torch.no_grad():
         model.model.layers[0].mamba.mup_vector.mul_(2)
     with pytest.raises(ArgumentError, match="layers.0.mamba.mup_vector was written"):
@@ -85,8 +82,7 @@ def test_multipliers_that_are_written_are_seen() -> None:
 
 def test_a_flag_that_shadows_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaMLP, "scaled", False, raising=False)
-    model: Any = build("Llama")
-    fuse(model, count=False)
+    model: Any = fused("Llama")
     model.model.layers[0].mlp.note = "of no class"
     logits(model)
     model.model.layers[0].mlp.scaled = True
@@ -95,8 +91,7 @@ def test_a_flag_that_shadows_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_no_numbers_depend_on_may_change() -> None:
-    model: Any = build("Llama")
-    fuse(model, count=False)
+    model: Any = fused("Llama")
     want = logits(model)
     model.config.pad_token_id, model.config.use_cache = 7, False
     model.config.output_hidden_states = True
@@ -120,8 +115,7 @@ def test_graphs_are_refused_over_a_changed_flag() -> None:
 @pytest.mark.parametrize("part", ["decoder", "decoder over another cache", "norm", "lm_head"])
 def test_a_part_inside_a_paged_forward_is_refused(part: str) -> None:
     """The norm is lm_head's there: the states would not be normed, or the wanted tokens given to the hook."""
-    model: Any = build("Llama")
-    fuse(model, count=False)
+    model: Any = fused("Llama")
     want = run(model)
     calls: dict[str, Callable[..., Any]] = {
         "decoder": lambda out: model.model(IDS),
@@ -243,8 +237,7 @@ def test_a_rotation_that_a_library_replaced_is_run(name: str, monkeypatch: pytes
 def test_rotations_of_copies_and_of_files_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rotation may be any callable: a copy of the model still runs the one of its class's file."""
     monkeypatch.setattr(modeling_llama, "rotate_half", Rotation(modeling_llama.rotate_half))
-    model = build("Llama")
-    fuse(model, count=False)
+    model = fused("Llama")
     want = logits(model)
     assert torch.equal(logits(copy.deepcopy(model)), want)
     monkeypatch.delitem(sys.modules, modeling_llama.__name__)
@@ -279,8 +272,7 @@ def hook_of_all() -> Iterator[Callable[[], None]]:
 
 
 def test_hooks_of_all_modules_are_called_or_refused(hook_of_all: Any) -> None:
-    model = build("Llama")
-    fuse(model, count=False)
+    model = fused("Llama")
     with ModuleTracker():
         logits(model)
     twin = copy.deepcopy(model)
@@ -290,10 +282,7 @@ def test_hooks_of_all_modules_are_called_or_refused(hook_of_all: Any) -> None:
         logits(model)
     with pytest.raises(ArgumentError, match="has other forward hooks"):
         logits(twin)
-    unfuse(model)
-    want = dense_logits(model)
-    fuse(model, count=False)
-    torch.testing.assert_close(logits(model), want, rtol=1e-3, atol=1e-3)
+    fused_again(model, dense_logits, 1e-3)
 
 
 @pytest.mark.parametrize("wraps", [True, False])
@@ -313,10 +302,7 @@ def test_a_forward_that_a_library_gave_a_class_is_run(
     monkeypatch.setattr(of_class, "forward", functools.wraps(plain)(forward) if wraps else forward)
     with pytest.raises(ArgumentError, match=f"the class {kind} has another forward"):
         logits(model)
-    unfuse(model)
-    want = dense_logits(model)
-    report = fuse(model, count=False)
-    torch.testing.assert_close(logits(model), want, rtol=1e-3, atol=1e-3)
+    report, _ = fused_again(model, dense_logits, 1e-3)
     assert len(report.skipped["norm"]) == 3
 
 

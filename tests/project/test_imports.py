@@ -13,76 +13,42 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OPS = "torchpaged.custom_ops"
-LIBRARY = (
-    "attention",
-    "backend_module",
-    "functional",
-    "backends",
-    "cache",
-    "metadata",
-    "custom_ops",
-    "names",
-    "version",
-)
-ENGINE = (*LIBRARY, "compile", "engine", "fuse", "graphs", "hf", "layers", "profiling")
+LIBRARY = "attention backend_module functional backends cache metadata custom_ops names version"
+ENGINE = f"{LIBRARY} compile engine fuse graphs hf layers profiling"
 
 #: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; ""
 #: is torchpaged/__init__.py.
-ROOMS: dict[str, tuple[str, ...]] = {
-    "version": (),
-    "custom_ops": (),
-    "names": ("custom_ops",),
-    "metadata": ("custom_ops",),
-    "cache": ("custom_ops", "metadata"),
-    "backends": ("custom_ops", "metadata"),
-    "functional": ("backends", "custom_ops", "metadata"),
-    "backend_module": ("backends", "custom_ops", "prefixes"),
-    "attention": (
-        *("backend_module", "backends", "cache", "custom_ops", "functional", "metadata", "prefixes"),
-    ),
-    "layers": ("attention", "backends", "cache", "custom_ops", "metadata"),
-    "prefixes": ("backends", "custom_ops", "functional", "metadata"),
-    "compat": ("backends", "custom_ops", "functional"),
-    "vllm": ("backends", "compat", "custom_ops"),
-    "compile": ("custom_ops", "version"),
-    "profiling": ("custom_ops",),
-    "graphs": ("compile", "custom_ops", "metadata"),
-    "hf": (
-        "attention",
-        "backends",
-        "cache",
-        "compat",
-        "compile",
-        "custom_ops",
-        "few_tokens",
-        "functional",
-        "metadata",
-        "model_state",
-        "prefixes",
-        "profiling",
-    ),
-    "activations": (),
-    "few_tokens": ("activations", "custom_ops"),
-    "module_settings": ("few_tokens",),
-    "model_state": ("custom_ops", "few_tokens", "module_settings"),
-    "fuse": ("activations", "backends", "custom_ops", "few_tokens", "hf", "metadata", "model_state"),
-    "engine": (
-        "backends",
-        "cache",
-        "custom_ops",
-        "fuse",
-        "graphs",
-        "hf",
-        "metadata",
-        "model_state",
-        "prefixes",
-        "profiling",
-    ),
-    "testing": (*ENGINE, "prefixes"),
-    "cli": (*ENGINE, "testing"),
-    "": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "version"),
-    "__main__": ("cli",),
+_ROOMS: dict[str, str] = {
+    "version": "",
+    "custom_ops": "",
+    "names": "custom_ops",
+    "metadata": "custom_ops",
+    "cache": "custom_ops metadata",
+    "backends": "custom_ops metadata",
+    "functional": "backends custom_ops metadata",
+    "backend_module": "backends custom_ops prefixes",
+    "attention": "backend_module backends cache custom_ops functional metadata prefixes",
+    "layers": "attention backends cache custom_ops metadata",
+    "prefixes": "backends custom_ops functional metadata",
+    "compat": "backends custom_ops functional",
+    "vllm": "backends compat custom_ops",
+    "compile": "custom_ops version",
+    "profiling": "custom_ops",
+    "graphs": "compile custom_ops metadata",
+    "hf": "attention backends cache compat compile custom_ops few_tokens functional metadata model_state "
+    "prefixes profiling",
+    "activations": "",
+    "few_tokens": "activations custom_ops",
+    "module_settings": "few_tokens",
+    "model_state": "custom_ops few_tokens module_settings",
+    "fuse": "activations backends custom_ops few_tokens hf metadata model_state",
+    "engine": "backends cache custom_ops fuse graphs hf metadata model_state prefixes profiling",
+    "testing": f"{ENGINE} prefixes",
+    "cli": f"{ENGINE} testing",
+    "": "attention backends cache compile custom_ops functional metadata version",
+    "__main__": "cli",
 }
+ROOMS = {name: others.split() for name, others in _ROOMS.items()}
 #: Arrows that are allowed though they lead up: inside functions, for names that are given out where users
 #: look for them.
 LAZY = {
@@ -104,48 +70,32 @@ NAMES_KERNELS = (
     "torchpaged.testing",
 )
 FAMILIES = (
-    "attention",
-    "block_ops",
-    "cache_write",
-    "experts",
-    "indexer",
-    "layers",
-    "mla",
-    "state",
+    *("attention", "block_ops", "cache_write", "experts", "indexer", "layers", "mla", "state"),
     "step_end",
 )
 #: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
 #: files of custom_ops itself always.
-PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "schema": ((), ()),
-    "mask": ((), ()),
-    "limits": ((), ()),
-    # a record of another family, too, that this one's is put in terms of
-    "call": (("call", "mask"), ()),
-    "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
-    "check": (("call", "cascade_call", "fp8_rows", "limits", "mask"), ()),
-    "cascade_call": (("call",), ()),  # calls, too
-    "channels": (("call",), ()),  # likewise
-    "check_steps": (("call", "channels", "check"), ()),
-    "fake": (("call", "cascade_call", "fp8_rows"), ()),
-    "selection": (("call", "fp8_rows"), ()),
-    "reference": (
-        ("call", "cascade_call", "channels", "check", "check_steps", "fp8_rows", "mask", "selection"),
-        (),
-    ),
-    "cpu": (("call", "check", "check_steps", "fp8_rows", "selection"), ()),
-    "packing": (("triton",), ()),  # no op: between steps
-    "many_copies": ((), ()),  # likewise
-    "triton": (
-        ("call", "cascade_call", "channels", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"),
-        ("triton",),
-    ),
+_PARTS: dict[str, tuple[str, str]] = {
+    "schema": ("", ""),
+    "mask": ("", ""),
+    "limits": ("", ""),
+    "call": ("call mask", ""),  # a record of another family, too, that this one's is put in terms of
+    "fp8_rows": ("call", ""),  # a format, which the contract and all kernels read
+    "check": ("call cascade_call fp8_rows limits mask", ""),
+    "cascade_call": ("call", ""),  # calls, too
+    "channels": ("call", ""),  # likewise
+    "check_steps": ("call channels check", ""),
+    "fake": ("call cascade_call fp8_rows", ""),
+    "selection": ("call fp8_rows", ""),
+    "reference": ("call cascade_call channels check check_steps fp8_rows mask selection", ""),
+    "cpu": ("call check check_steps fp8_rows selection", ""),
+    "packing": ("triton", ""),  # no op: between steps
+    "many_copies": ("", ""),  # likewise
+    "triton": ("call cascade_call channels check check_steps fp8_rows limits mask triton", "triton"),
     # what they can't take, Triton's kernels do
-    "cuda": (
-        ("call", "cascade_call", "check", "check_steps", "limits", "mask", "triton", "cuda"),
-        ("triton", "cuda"),
-    ),
+    "cuda": ("call cascade_call check check_steps limits mask triton cuda", "triton cuda"),
 }
+PARTS = {part: (own.split(), folders.split()) for part, (own, folders) in _PARTS.items()}
 
 
 class Arrow(NamedTuple):

@@ -84,6 +84,13 @@ _NAMES_OF_ONE_SIZE: dict[str, Any] = {
 }
 SIZES: dict[str, Any] = {name: size for names, size in _NAMES_OF_ONE_SIZE.items() for name in names.split()}
 
+
+def sizes(*names: str) -> dict[str, Any]:
+    """These of `SIZES`, of a config within another one."""
+    return {name: SIZES[name] for name in names}
+
+
+OF_BERT = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _DECODER: dict[str, Any] = {"is_decoder": True}
 _MLA: dict[str, Any] = {"num_key_value_heads": 4}
 #: So many heads that no two keys score the same: with two, ReLU leaves a quarter of all scores at zero, and
@@ -114,31 +121,12 @@ _MAMBA: dict[str, Any] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
-            "bart",
-            "bert",
-            "bert-generation",
-            "camembert",
-            "data2vec-text",
-            "ernie",
-            "megatron-bert",
-            "roberta",
-            "roberta-prelayernorm",
-            "xlm-roberta",
-            "xlm-roberta-xl",
+            *("bart", "bert", "bert-generation", "camembert", "data2vec-text", "ernie", "megatron-bert"),
+            *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
         ),
         _DECODER,
     ),
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "glm4_moe_lite",
-            "axk1",
-            "youtu",
-            "minicpm3",
-        ),
-        _MLA,
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu", "minicpm3"), _MLA),
     # a scale of queries that a short text meets
     "mistral4": {
         **_MLA,
@@ -187,13 +175,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "patch_size": 16,
         "text_config": {
             "model_type": "persimmon",
-            "vocab_size": 128,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 256,
-            "pad_token_id": 0,
+            **sizes(*OF_BERT, "max_position_embeddings", "pad_token_id"),
         },
     },
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},

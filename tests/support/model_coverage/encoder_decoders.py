@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from model_coverage.architectures import config_of, with_random_weights
+from model_coverage.architectures import OF_BERT, config_of, sizes, with_random_weights
 from model_coverage.checks import (
     Beat,
     Row,
@@ -53,31 +53,15 @@ class Family(NamedTuple):
 
 _T5 = Family({"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4})
 _GEMMA: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **sizes(*OF_BERT, "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    **sizes("pad_token_id", "bos_token_id", "eos_token_id"),
     "query_pre_attn_scalar": 16,
-    "max_position_embeddings": 256,
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
-_BERT: dict[str, Any] = {
-    "model_type": "bert",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+_BERT: dict[str, Any] = {"model_type": "bert", **sizes(*OF_BERT)}
 FAMILIES: dict[str, Family] = {
     "bart": Family(),
     "bigbird_pegasus": Family({"attention_type": "original_full"}),

@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.triton.records import Batch, State
-from torchpaged.custom_ops.state.triton.rows import row_of
+from torchpaged.custom_ops.state.triton.rows import EPS, row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
-_TILE = 32  # tokens of a program; columns of a state
+TILE = tl.constexpr(32)  # tokens of a program; columns of a state
 
 
 class LibraryRows(NamedTuple):
@@ -36,53 +36,47 @@ class LibraryRows(NamedTuple):
     writes: Tensor
 
 
+class LibrarySizes(NamedTuple):
+    """What the kernel is compiled for; ``copies``: heads to copy, those of q, k and v, or none; pads: powers
+    of 2."""
+
+    key_heads: int
+    heads: int
+    heads_pad: int
+    copies: int
+    key_dim: int
+    key_pad: int
+    value_dim: int
+    value_pad: int
+    normalize: bool
+
+
 @triton.jit
 def copy_tokens(
-    x,
-    to_ptr,
-    token,
-    live,
-    inside,
-    head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
+    x, to, tile, head, HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, NORMALIZE: tl.constexpr
 ):
     """One head of a tile's tokens; zeros of those that are not live."""
+    token, live, inside = tile
     d = tl.arange(0, PAD)
     here = live[:, None] & (d < DIM)[None, :]
     rows = tl.load(x.ptr + token[:, None] * x.token + head * x.head + d[None, :], mask=here, other=0.0)
     if NORMALIZE:
         wide = rows.to(tl.float32)
         rows = wide * tl.rsqrt(tl.sum(wide * wide, 1) + EPS)[:, None]
-    to = to_ptr + (token[:, None] * HEADS + head) * DIM + d[None, :]
-    tl.store(to, rows.to(to_ptr.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])
+    at = to + (token[:, None] * HEADS + head) * DIM + d[None, :]
+    tl.store(at, rows.to(to.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
-def gates_of_tokens(
-    g,
-    beta,
-    out,
-    rows,
-    token,
-    live,
-    inside,
-    behind,
-    HEADS: tl.constexpr,
-    PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def gates_of_tokens(g, beta, out, rows, tile, behind, SIZES: tl.constexpr):
     """Decays and betas of a tile's tokens, and zeros of ``out`` behind the last row."""
-    h = tl.arange(0, PAD)
-    of_head = (h < HEADS)[None, :]
+    VALUE_PAD: tl.constexpr = SIZES.value_pad
+    token, live, inside = tile
+    h = tl.arange(0, SIZES.heads_pad)
+    of_head = (h < SIZES.heads)[None, :]
     here = live[:, None] & of_head
     decay = tl.exp(tl.load(g.ptr + token[:, None] * g.row + h[None, :], mask=here, other=0.0))
-    to = token[:, None] * HEADS + h[None, :]
+    to = token[:, None] * SIZES.heads + h[None, :]
     tl.store(rows.decay + to, decay, mask=inside[:, None] & of_head)
     factor = here.to(tl.float32)
     if beta.ptr is not None:
@@ -91,38 +85,16 @@ def gates_of_tokens(
     tl.store(rows.beta + to, factor, mask=inside[:, None] & of_head)
     if tl.max(behind.to(tl.int32), 0) > 0:
         d = tl.arange(0, VALUE_PAD)[None, :]
-        for head in range(HEADS):
+        for head in range(SIZES.heads):
             zeros_to = out.ptr + token[:, None] * out.token + head * out.head + d
             nothing = tl.zeros((TILE, VALUE_PAD), out.ptr.dtype.element_ty)
-            tl.store(zeros_to, nothing, mask=behind[:, None] & (d < VALUE_DIM))
+            tl.store(zeros_to, nothing, mask=behind[:, None] & (d < SIZES.value_dim))
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
-def library_rows_kernel(
-    num_reqs,
-    num_tokens,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    batch,
-    out,
-    rows,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    COPIES: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """Grid: (num_tokens // TILE + num_reqs, COPIES + 1); ``q, k, v, out``: `Tokens`, ``rows``: `LibraryRows`.
-    COPIES: heads to copy, 2 * KEY_HEADS + HEADS, or none. Also zeros of ``out`` behind the last row."""
+def library_rows_kernel(num_reqs, num_tokens, q, k, v, g, beta, batch, out, rows, SIZES: tl.constexpr):
+    """Grid: (num_tokens // TILE + num_reqs, copies + 1); ``q, k, v, out``: `Tokens`, ``rows``: `LibraryRows`.
+    Also zeros of ``out`` behind the last row."""
     req, part = find_row_of_tile(tl.program_id(0), batch.starts, num_reqs, TILE)
     head = tl.program_id(1)
     begin, count, first, slot, seq_len = row_of(req, batch)
@@ -131,20 +103,15 @@ def library_rows_kernel(
     end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
     inside = at < end
     live = (at >= first) & (at < count) & (slot > 0)
-    if head == COPIES:
-        behind = inside & (at >= count)
-        gates_of_tokens(
-            g, beta, out, rows, token, live, inside, behind, HEADS, HEADS_PAD, VALUE_DIM, VALUE_PAD, TILE
-        )
-    elif head < KEY_HEADS:
-        copy_tokens(q, rows.q, token, live, inside, head, KEY_HEADS, KEY_DIM, KEY_PAD, NORMALIZE, EPS)
-    elif head < 2 * KEY_HEADS:
-        copy_tokens(
-            k, rows.k, token, live, inside, head - KEY_HEADS, KEY_HEADS, KEY_DIM, KEY_PAD, NORMALIZE, EPS
-        )
+    tile, n = (token, live, inside), SIZES.key_heads
+    if head == SIZES.copies:
+        gates_of_tokens(g, beta, out, rows, tile, inside & (at >= count), SIZES)
+    elif head < n:
+        copy_tokens(q, rows.q, tile, head, n, SIZES.key_dim, SIZES.key_pad, SIZES.normalize)
+    elif head < 2 * n:
+        copy_tokens(k, rows.k, tile, head - n, n, SIZES.key_dim, SIZES.key_pad, SIZES.normalize)
     else:
-        h = head - 2 * KEY_HEADS
-        copy_tokens(v, rows.v, token, live, inside, h, HEADS, VALUE_DIM, VALUE_PAD, False, EPS)
+        copy_tokens(v, rows.v, tile, head - 2 * n, SIZES.heads, SIZES.value_dim, SIZES.value_pad, False)
     if (head == 0) & (part == 0):
         writes = tl.where(slot > 0, slot, -1)
         tl.store(rows.writes + req, writes)
@@ -169,28 +136,17 @@ def _rows(call: LinearAttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Library
     gates = (call.g.new_empty(num_tokens, num_heads, dtype=torch.float32) for _ in range(2))
     slots = (call.state_slots.new_empty(num_reqs) for _ in range(2))
     rows = LibraryRows(q, k, v, *gates, *slots)
+    heads_pad, *pads = map(next_power_of_2, (num_heads, key_dim, value_dim))
+    widths = key_dim, pads[0], value_dim, pads[1]
     launch_kernel(
         library_rows_kernel,
-        (num_tokens // _TILE + num_reqs, copies + 1),
-        num_reqs,
-        num_tokens,
-        *map(Tokens.of, (call.q, call.k, call.v)),
-        Matrix.of(call.g),
-        Matrix.of(call.beta),
+        (num_tokens // TILE.value + num_reqs, copies + 1),
+        *(num_reqs, num_tokens, *map(Tokens.of, (call.q, call.k, call.v))),
+        *map(Matrix.of, (call.g, call.beta)),
         Batch(call.state_slots, call.seq_lens, call.query_start_loc),
         Tokens.of(call.out),
         rows,
-        KEY_HEADS=key_heads,
-        HEADS=num_heads,
-        COPIES=copies,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_PAD=next_power_of_2(key_dim),
-        VALUE_PAD=next_power_of_2(value_dim),
-        HEADS_PAD=next_power_of_2(num_heads),
-        TILE=_TILE,
-        NORMALIZE=call.normalize,
-        EPS=NORM_EPS,
+        SIZES=LibrarySizes(key_heads, num_heads, heads_pad, copies, *widths, call.normalize),
         num_warps=4,
     )
     return rows
@@ -198,17 +154,12 @@ def _rows(call: LinearAttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Library
 
 @triton.jit
 def move_states_kernel(
-    slots_ptr,
-    state,
-    packed_ptr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    TO_POOL: tl.constexpr,
+    slots_ptr, state, packed_ptr, SHAPE: tl.constexpr, KEY_PAD: tl.constexpr, TO_POOL: tl.constexpr
 ):
-    """Grid: (num_reqs * HEADS * VALUE_DIM / TILE,); ``state``: `State`."""
+    """Grid: (num_reqs * heads * value_dim / TILE,); ``state``: `State`; SHAPE: of a slot's."""
+    HEADS: tl.constexpr = SHAPE[0]
+    KEY_DIM: tl.constexpr = SHAPE[1]
+    VALUE_DIM: tl.constexpr = SHAPE[2]
     TILES: tl.constexpr = VALUE_DIM // TILE
     place = tl.program_id(0) // TILES
     req, head = place // HEADS, place % HEADS
@@ -230,15 +181,10 @@ def _move(slots: Tensor, state: Tensor, packed: Tensor, to_pool: bool) -> None:
     num_heads, key_dim, value_dim = state.shape[1:]
     launch_kernel(
         move_states_kernel,
-        (slots.shape[0] * num_heads * (value_dim // _TILE),),
-        slots,
-        State.of(state),
-        packed,
-        HEADS=num_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
+        (slots.shape[0] * num_heads * (value_dim // TILE.value),),
+        *(slots, State.of(state), packed),
+        SHAPE=(num_heads, key_dim, value_dim),
         KEY_PAD=next_power_of_2(key_dim),
-        TILE=_TILE,
         TO_POOL=to_pool,
         num_warps=4,
     )

@@ -14,7 +14,7 @@ from torchpaged.custom_ops.step_end.check import check_accept_tokens
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 
-STOPS = 16  # that are compared at once
+STOPS = tl.constexpr(16)  # that are compared at once
 _MOST_ROWS = 128
 
 
@@ -23,16 +23,25 @@ def rows_per_program(num_reqs: int) -> int:
     return min(max(next_power_of_2(num_reqs), 32), _MOST_ROWS)
 
 
-def constants_of(call: AcceptCall, alone: bool) -> dict[str, Any]:
-    """The constexprs of a kernel that ends a step: LAST only with a ring; ``alone``: it is one program."""
-    constants = {"BLOCK_SIZE": call.block_size, "STOPS": STOPS}
-    if call.ring is None:
-        return constants | {"STEP": 0, "LAST": False, "ALONE": True}
-    return constants | {"STEP": call.step, "LAST": call.step == call.ring.shape[1] - 2, "ALONE": alone}
+class Step(NamedTuple):
+    """What a kernel that ends a step is compiled for: the step's number in its launch, and whether it is the
+    last one, only with a ring; ``alone``: the kernel is one program."""
+
+    block_size: int
+    number: int = 0
+    last: bool = False
+    alone: bool = True
+
+    @classmethod
+    def of(cls, call: AcceptCall, alone: bool) -> Self:
+        """That of a call."""
+        if call.ring is None:
+            return cls(call.block_size)
+        return cls(call.block_size, call.step, call.step == call.ring.shape[1] - 2, alone)
 
 
 @triton.jit
-def load_stops(stop_at, first, num_stops, active, STOPS: tl.constexpr):
+def load_stops(stop_at, first, num_stops, active):
     """Stop tokens ``first ... first + STOPS - 1`` of each row: ``[ROWS, STOPS]``, -1 for none."""
     number = first + tl.arange(0, STOPS)
     inside = active[:, None] & (number < num_stops)[None, :]
@@ -107,7 +116,7 @@ class Begun(NamedTuple):
 
 
 @triton.jit
-def load_rows(rows, row, inside, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):
+def load_rows(rows, row, inside, STEP: tl.constexpr):
     """`Begun` of each ``row`` that is ``inside``.
 
     From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold
@@ -118,23 +127,23 @@ def load_rows(rows, row, inside, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):
     active = inside & (old > 0)
     counter = tl.load(rows.counters + row, mask=active, other=0, cache_modifier=".cg")
     remaining = tl.load(rows.remaining + row, mask=active, other=0, cache_modifier=".cg") - 1
-    block_at = rows.block_table + row.to(tl.int64) * rows.table_row + old // BLOCK_SIZE
+    block_at = rows.block_table + row.to(tl.int64) * rows.table_row + old // STEP.block_size
     block = tl.load(block_at, mask=active & (old < rows.capacity), other=0, cache_modifier=".cg").to(tl.int64)
-    return Begun(old, counter, remaining, block, load_stops(stop_at, 0, rows.num_stops, active, STOPS))
+    return Begun(old, counter, remaining, block, load_stops(stop_at, 0, rows.num_stops, active))
 
 
 @triton.jit
-def accept_rows(rows, begun, row, inside, token, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):
+def accept_rows(rows, begun, row, inside, token, STEP: tl.constexpr):
     """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row."""
     old = begun.old
     active = inside & (old > 0)
     stop_at = rows.stop_token_ids + row.to(tl.int64) * rows.stop_row
     stops = is_among(token, begun.stop)
     for first in range(STOPS, rows.num_stops, STOPS):
-        stops |= is_among(token, load_stops(stop_at, first, rows.num_stops, active, STOPS))
+        stops |= is_among(token, load_stops(stop_at, first, rows.num_stops, active))
     goes_on = active & (token >= 0) & (old < rows.capacity) & (stops == 0) & (begun.remaining > 0)
     tl.store(rows.input_ids + row, token, mask=goes_on)
-    slot = tl.where(goes_on, begun.block * BLOCK_SIZE + old % BLOCK_SIZE, -1)
+    slot = tl.where(goes_on, begun.block * STEP.block_size + old % STEP.block_size, -1)
     tl.store(rows.slot_mapping + row, slot, mask=inside)
     tl.store(rows.positions + row, old.to(tl.int64), mask=goes_on)
     tl.store(rows.seq_lens + row, tl.where(goes_on, old + 1, 0), mask=active)
@@ -157,52 +166,41 @@ def find_slot(ring):
 
 
 @triton.jit
-def end_launch(slot_at, launch, ring, num_steps: tl.constexpr, ALONE: tl.constexpr):
+def end_launch(slot_at, launch, ring, STEP: tl.constexpr):
     """Behind a launch's last tokens: its number into its slot, and count it unless it is negative.
 
-    The next one may begin once every program has read the number: the last one to come here counts. ALONE:
-    there is one program.
+    The next one may begin once every program has read the number: the last one to come here counts.
     """
     tl.debug_barrier()  # every warp has read it
     next_launch = tl.where(launch < 0, launch, launch + 1)
-    if ALONE:
-        tl.store(slot_at + num_steps * ring.step, launch)
+    number_at = slot_at + (STEP.number + 1) * ring.step
+    if STEP.alone:
+        tl.store(number_at, launch)
         tl.store(ring.launches, next_launch)
     elif tl.atomic_add(ring.launches + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(slot_at + num_steps * ring.step, launch)
+        tl.store(number_at, launch)
         tl.store(ring.launches + 1, tl.zeros([], tl.int64))
         tl.store(ring.launches, next_launch)
 
 
 @triton.jit
 def accept_tokens_kernel(
-    sampled_ptr,
-    rows,
-    ring,
-    num_reqs,
-    STEP: tl.constexpr,
-    LAST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STOPS: tl.constexpr,
-    ALONE: tl.constexpr,
-    PDL: tl.constexpr,
+    sampled_ptr, rows, ring, num_reqs, STEP: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Records: `Rows`, `Ring`. Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once.
-    ALONE: one program."""
+    """Records: `Rows`, `Ring`, `Step`. Grid: (ceil(num_reqs / ROWS),)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_reqs
     if PDL:
         tl.extra.cuda.gdc_wait()
-    begun = load_rows(rows, row, inside, BLOCK_SIZE, STOPS)
+    begun = load_rows(rows, row, inside, STEP)
     if ring.ptr is not None:
         launch, slot_at = find_slot(ring)
     token = tl.load(sampled_ptr + row, mask=inside & (begun.old > 0), other=-1)
     if ring.ptr is not None:
-        tl.store(slot_at + STEP * ring.step + row, token, mask=inside)
-    accept_rows(rows, begun, row, inside, token, BLOCK_SIZE, STOPS)
-    if LAST:
-        end_launch(slot_at, launch, ring, STEP + 1, ALONE)
+        tl.store(slot_at + STEP.number * ring.step + row, token, mask=inside)
+    accept_rows(rows, begun, row, inside, token, STEP)
+    if STEP.last:
+        end_launch(slot_at, launch, ring, STEP)
 
 
 def accept_tokens(call: AcceptCall) -> None:
@@ -216,12 +214,9 @@ def accept_tokens(call: AcceptCall) -> None:
     launch_kernel(
         accept_tokens_kernel,
         (triton.cdiv(num_reqs, rows),),
-        call.sampled_token_ids,
-        Rows.of(call),
-        Ring.of(call),
-        num_reqs,
+        *(call.sampled_token_ids, Rows.of(call), Ring.of(call), num_reqs),
+        STEP=Step.of(call, num_reqs <= rows),
         ROWS=rows,
         num_warps=rows // 32,
-        **constants_of(call, num_reqs <= rows),
         **early_launch(call.input_ids.device),
     )

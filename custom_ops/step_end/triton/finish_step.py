@@ -13,8 +13,8 @@ from torchpaged.custom_ops.step_end.check import check_finish_step
 from torchpaged.custom_ops.step_end.triton.accept_tokens import (
     Ring,
     Rows,
+    Step,
     accept_rows,
-    constants_of,
     end_launch,
     find_slot,
     load_rows,
@@ -28,41 +28,28 @@ from torchpaged.custom_ops.triton.launching import require_launchable
 
 @triton.jit
 def finish_step_kernel(
-    logit_rows,
-    tiles,
-    rows,
-    ring,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-    LAST: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STOPS: tl.constexpr,
-    ALONE: tl.constexpr,
-    PDL: tl.constexpr,
+    logit_rows, tiles, rows, ring, SIZES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
 ):
-    """``logit_rows``, ``tiles``: the records of `merge_tiles_kernel`; ``rows``, ``ring``: those of
-    `accept_tokens_kernel`; the constexprs are those of both. Grid: (rows,). Dependents are not started early,
+    """``logit_rows``, ``tiles``, SIZES: the records of `merge_tiles_kernel`; the others are those of
+    `accept_tokens_kernel`. Grid: (rows,). Dependents are not started early,
     as in `accept_tokens_kernel`."""
     row = tl.program_id(0)
     lane = row + tl.arange(0, 1)
     inside = lane >= 0
     parameters = load_parameters(row, logit_rows)
-    begun = load_rows(rows, lane, inside, BLOCK_SIZE, STOPS)
+    begun = load_rows(rows, lane, inside, STEP)
     if ring.ptr is not None:
         launch, slot_at = find_slot(ring)
     logits = row_of(row, logit_rows, parameters.penalty)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    sampled = merge_row(logits, parameters, parts_of(row, tiles), TILES, GROUPS, GROUP, CHUNK)
+    sampled = merge_row(logits, parameters, parts_of(row, tiles), SIZES)
     token = tl.where(begun.old > 0, sampled.to(tl.int64), -1)
     if ring.ptr is not None:
-        tl.store(slot_at + STEP * ring.step + lane, token)
-    accept_rows(rows, begun, lane, inside, token, BLOCK_SIZE, STOPS)
-    if LAST:
-        end_launch(slot_at, launch, ring, STEP + 1, ALONE)
+        tl.store(slot_at + STEP.number * ring.step + lane, token)
+    accept_rows(rows, begun, lane, inside, token, STEP)
+    if STEP.last:
+        end_launch(slot_at, launch, ring, STEP)
 
 
 def finish_step(call: FinishCall) -> None:
@@ -75,10 +62,7 @@ def finish_step(call: FinishCall) -> None:
         launch_kernel(
             finish_step_kernel,
             (num_rows,),
-            merge.rows,
-            merge.tiles,
-            Rows.of(accept),
-            Ring.of(accept),
-            **constants_of(accept, num_rows == 1),
+            *(merge.rows, merge.tiles, Rows.of(accept), Ring.of(accept)),
+            STEP=Step.of(accept, num_rows == 1),
             **merge.options,
         )

@@ -7,6 +7,8 @@ import triton.language as tl
 
 from torchpaged.custom_ops.step_end.call import SampleCall
 
+GROUP = tl.constexpr(64)  # tokens of a group
+
 
 class LogitRows(NamedTuple):
     """Pointers to the logits of a batch's rows, to how each samples and to what it has seen, by the names of

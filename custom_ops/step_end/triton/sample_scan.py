@@ -5,19 +5,13 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.step_end.triton.sample_draw import NO_TOKEN
+from torchpaged.custom_ops.step_end.triton.sample_rows import GROUP
 from torchpaged.custom_ops.step_end.triton.sample_search import likelihood, load_logits
 
 
 @triton.jit
 def scan_truncated(
-    logits,
-    temperature,
-    parts_at,
-    program,
-    num_tiles,
-    TILE: tl.constexpr,
-    TILES_EACH: tl.constexpr,
-    GROUP: tl.constexpr,
+    logits, temperature, parts_at, program, num_tiles, TILE: tl.constexpr, TILES_EACH: tl.constexpr
 ):
     """A program's tiles of a row that keeps some tokens only: best and mass of each, maxima of groups."""
     for i in range(TILES_EACH):

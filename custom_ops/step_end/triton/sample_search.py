@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.step_end.triton.sample_noise import gumbel_noise, noise_bits
+from torchpaged.custom_ops.step_end.triton.sample_rows import GROUP
 
 
 class Logits(NamedTuple):
@@ -119,7 +120,7 @@ def group_bound(peaks, weight, target):
 
 
 @triton.jit
-def load_chunk(logits, listed, first, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+def load_chunk(logits, listed, first, CHUNK: tl.constexpr):
     """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their
     ``quarter [CHUNK / 4]``."""
     place = tl.arange(0, CHUNK // 4)
@@ -134,15 +135,13 @@ def load_chunk(logits, listed, first, GROUP: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def measure_row(
-    logits, listed, pivot, maximum, temperature, MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr
-):
+def measure_row(logits, listed, pivot, maximum, temperature, MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The measure of the listed groups (see `part`); weights are likelihoods (MASS) or 1."""
     mass = tl.zeros([CHUNK], tl.float32)
     least_above = tl.full([CHUNK], float("inf"), tl.float32)
     largest_below = tl.full([CHUNK], float("-inf"), tl.float32)
     for first in range(0, listed.count, CHUNK // GROUP):
-        z, _ = load_chunk(logits, listed, first, GROUP, CHUNK)
+        z, _ = load_chunk(logits, listed, first, CHUNK)
         z = tl.reshape(z, [CHUNK])
         weight = tl.full([CHUNK], 1.0, tl.float32)
         if MASS:
@@ -154,25 +153,17 @@ def measure_row(
 
 @triton.jit
 def find_threshold(
-    logits,
-    listed,
-    target,
-    low,
-    maximum,
-    temperature,
-    MASS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, listed, target, low, maximum, temperature, MASS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """``(threshold, weight above it)``: the largest listed logit at and above which lies ``target``, known to
     be no less than ``low``."""
     high = maximum
     while low < high:
         mass, least_above, largest_below = measure_row(
-            logits, listed, midpoint(low, high), maximum, temperature, MASS, GROUP, CHUNK
+            logits, listed, midpoint(low, high), maximum, temperature, MASS, CHUNK
         )
         low, high = narrow(low, high, mass, least_above, largest_below, target)
-    mass, _, _ = measure_row(logits, listed, next_above(low), maximum, temperature, MASS, GROUP, CHUNK)
+    mass, _, _ = measure_row(logits, listed, next_above(low), maximum, temperature, MASS, CHUNK)
     return low, mass
 
 
@@ -202,9 +193,7 @@ def list_groups(peaks_at, list_at, maximum, total, parameters, vocab_size, num_g
 
 
 @triton.jit
-def draw_listed(
-    logits, listed, threshold, allowed, maximum, parameters, GROUP: tl.constexpr, CHUNK: tl.constexpr
-):
+def draw_listed(logits, listed, threshold, allowed, maximum, parameters, CHUNK: tl.constexpr):
     """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if
     all are -inf."""
     temperature = parameters.temperature
@@ -212,7 +201,7 @@ def draw_listed(
     token = tl.full([], 0, tl.int32)
     ties = tl.full([], 0, tl.int32)
     for first in range(0, listed.count, CHUNK // GROUP):
-        z, quarter = load_chunk(logits, listed, first, GROUP, CHUNK)
+        z, quarter = load_chunk(logits, listed, first, CHUNK)
         equal = (z == threshold).to(tl.int32)
         count = tl.sum(equal, 1)
         in_chunk = tl.sum(count, 0)
@@ -233,9 +222,7 @@ def draw_listed(
 
 
 @triton.jit
-def draw_truncated(
-    logits, parameters, parts, maximum, total, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr
-):
+def draw_truncated(logits, parameters, parts, maximum, total, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
     """The token of a row that keeps some only, whose likelihoods sum to ``total``. The row of indices becomes
     the list of groups."""
     temperature, top_k, top_p = parameters.temperature, parameters.top_k, parameters.top_p
@@ -247,20 +234,20 @@ def draw_truncated(
     allowed = vocab_size
     if (top_k > 0) & (top_k < vocab_size):
         threshold, above = find_threshold(
-            logits, listed, top_k.to(tl.float32), threshold, maximum, temperature, False, GROUP, CHUNK
+            logits, listed, top_k.to(tl.float32), threshold, maximum, temperature, False, CHUNK
         )
         allowed = top_k - above.to(tl.int32)
         if top_p < 1.0:
             heavier, _, _ = measure_row(
-                logits, listed, next_above(threshold), maximum, temperature, True, GROUP, CHUNK
+                logits, listed, next_above(threshold), maximum, temperature, True, CHUNK
             )
             total = heavier + allowed * likelihood(threshold, maximum, temperature)
     if top_p < 1.0:
         lowest = threshold
         threshold, heavier = find_threshold(
-            logits, listed, top_p * total, threshold, maximum, temperature, True, GROUP, CHUNK
+            logits, listed, top_p * total, threshold, maximum, temperature, True, CHUNK
         )
         needed = tl.ceil((top_p * total - heavier) / likelihood(threshold, maximum, temperature))
         ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
         allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
-    return draw_listed(logits, listed, threshold, allowed, maximum, parameters, GROUP, CHUNK)
+    return draw_listed(logits, listed, threshold, allowed, maximum, parameters, CHUNK)

@@ -29,7 +29,7 @@ import triton.language as tl
 from torchpaged.custom_ops.step_end.call import SampleCall
 from torchpaged.custom_ops.step_end.check import check_sample_tokens
 from torchpaged.custom_ops.step_end.triton.sample_draw import NO_TOKEN, scan_drawn
-from torchpaged.custom_ops.step_end.triton.sample_rows import LogitRows, is_truncated, load_parameters
+from torchpaged.custom_ops.step_end.triton.sample_rows import GROUP, LogitRows, is_truncated, load_parameters
 from torchpaged.custom_ops.step_end.triton.sample_scan import scan_greedy, scan_truncated
 from torchpaged.custom_ops.step_end.triton.sample_search import draw_truncated, likelihood, row_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
@@ -39,8 +39,6 @@ from torchpaged.custom_ops.triton.launching import (
     next_power_of_2,
     require_launchable,
 )
-
-GROUP = 64
 
 
 class SampleTiles(NamedTuple):
@@ -86,6 +84,15 @@ class Tiles(NamedTuple):
     num_groups: Any
 
 
+class MergeSizes(NamedTuple):
+    """What the second kernel is compiled for: powers of two of at least a row's tiles and groups; listed
+    logits that it reads at once."""
+
+    tiles: int
+    groups: int
+    chunk: int
+
+
 class Parts(NamedTuple):
     """What the first launch left of a row, as the second has it: pointers, and sizes."""
 
@@ -110,7 +117,6 @@ def sample_tiles_kernel(
     tiles,
     TILE: tl.constexpr,
     TILES_EACH: tl.constexpr,
-    GROUP: tl.constexpr,
     READS_EARLY: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -134,7 +140,7 @@ def sample_tiles_kernel(
     logits = row_of(row, rows, parameters.penalty)
     temperature = parameters.temperature
     if is_truncated(parameters, rows.vocab_size):
-        scan_truncated(logits, temperature, parts.at, program, num_tiles, TILE, TILES_EACH, GROUP)
+        scan_truncated(logits, temperature, parts.at, program, num_tiles, TILE, TILES_EACH)
     elif temperature > 0.0:
         scan_drawn(logits, parameters, parts.at, parts.list_at, program, TILE, TILES_EACH, PTX)
     else:
@@ -149,19 +155,11 @@ def better(a, token_a, b, token_b):
 
 
 @triton.jit
-def merge_row(
-    logits,
-    parameters,
-    parts,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def merge_row(logits, parameters, parts, SIZES: tl.constexpr):
     """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf."""
     temperature = parameters.temperature
     truncated = is_truncated(parameters, logits.vocab_size)
-    tile = tl.arange(0, TILES)
+    tile = tl.arange(0, SIZES.tiles)
     written = tile < tl.where(truncated, parts.num_tiles, parts.num_programs)
     best = tl.load(parts.at + tile, mask=written, other=float("-inf"))
     # Of a truncated row these are no tokens yet.
@@ -172,30 +170,21 @@ def merge_row(
         total = tl.sum(mass * likelihood(best, maximum, temperature), 0)
         sound = total < float("inf")  # neither infinite nor, where the tile hardly counts, NaN
         total = tl.where(sound, total, 1.0)
-        token = draw_truncated(logits, parameters, parts, maximum, total, GROUPS, GROUP, CHUNK)
+        token = draw_truncated(logits, parameters, parts, maximum, total, SIZES.groups, SIZES.chunk)
         token = tl.where(sound, token, NO_TOKEN)
     return tl.where(maximum == float("-inf"), NO_TOKEN, token)
 
 
 @triton.jit
-def merge_tiles_kernel(
-    rows,
-    tiles,
-    out_ptr,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Records: `LogitRows`, `Tiles`. Grid: (rows,). TILES, GROUPS: powers of two."""
+def merge_tiles_kernel(rows, tiles, out_ptr, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """Records: `LogitRows`, `Tiles`, `MergeSizes`. Grid: (rows,)."""
     row = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     parameters = load_parameters(row, rows)
     logits = row_of(row, rows, parameters.penalty)
-    token = merge_row(logits, parameters, parts_of(row, tiles), TILES, GROUPS, GROUP, CHUNK)
+    token = merge_row(logits, parameters, parts_of(row, tiles), SIZES)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -219,7 +208,7 @@ def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
     sizes = sample_tiles(num_rows, vocab_size)
     num_programs = triton.cdiv(vocab_size, sizes.tile * sizes.tiles_each)
     num_tiles = num_programs * sizes.tiles_each  # those beyond the vocabulary hold -inf
-    num_groups = num_tiles * (sizes.tile // GROUP)
+    num_groups = num_tiles * (sizes.tile // GROUP.value)
     parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
     rows = LogitRows.of(call)
@@ -228,23 +217,16 @@ def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
     launch_kernel(
         sample_tiles_kernel,
         (num_programs, num_rows),
-        rows,
-        tiles,
+        *(rows, tiles),
         TILE=sizes.tile,
         TILES_EACH=sizes.tiles_each,
-        GROUP=GROUP,
         READS_EARLY=reads_early,
         PTX=_takes_ptx(),
         num_warps=sizes.tile_warps,
         **early,
     )
-    options = {
-        "TILES": next_power_of_2(num_tiles),
-        "GROUPS": next_power_of_2(num_groups),
-        "GROUP": GROUP,
-        "CHUNK": sizes.chunk,
-    }
-    return Merge(rows, tiles, options | {"num_warps": sizes.chunk_warps} | early)
+    merge = MergeSizes(next_power_of_2(num_tiles), next_power_of_2(num_groups), sizes.chunk)
+    return Merge(rows, tiles, {"SIZES": merge, "num_warps": sizes.chunk_warps, **early})
 
 
 def sample_tokens(call: SampleCall) -> None:

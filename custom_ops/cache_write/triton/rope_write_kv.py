@@ -270,36 +270,17 @@ def rope_write_kv(call: RotatedWriteCall) -> None:
     num_heads, num_kv_heads, dim, dim_v = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
     rotary = cos_sin.shape[1]
     half_pad, pass_pad, dim_v_pad = map(next_power_of_2, (rotary // 2, dim - rotary, dim_v))
+    widths = dim, rotary, half_pad, pass_pad, dim_v, dim_v_pad
     widest = max(half_pad, pass_pad, dim_v_pad // 2)
     heads, num_warps = head_tiles(q.shape[0], num_heads, num_kv_heads, widest, q.element_size())
     launch_kernel(
         rope_write_kv_kernel,
         (q.shape[0], num_groups(num_heads, num_kv_heads, heads)),
-        Tokens.of(q),
-        Tokens.of(k),
-        Tokens.of(v),
-        Tokens.of(q_out),
-        Pool.of(k_cache, call.scales.k_scale),
-        Pool.of(v_cache, call.scales.v_scale),
-        positions.contiguous(),
-        cos_sin,
-        cos_sin.stride(0),
-        slot_mapping.contiguous(),
-        Norm(call.q_norm, call.norm_eps, call.norm_offset),
-        Norm(call.k_norm, call.norm_eps, call.norm_offset),
-        SIZES=RotationSizes(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            heads=heads,
-            dim=dim,
-            rotary=rotary,
-            half_pad=half_pad,
-            pass_pad=pass_pad,
-            dim_v=dim_v,
-            dim_v_pad=dim_v_pad,
-            block_size=k_cache.shape[1],
-            interleaved=call.interleaved,
-        ),
+        *map(Tokens.of, (q, k, v, q_out)),
+        *(Pool.of(k_cache, call.scales.k_scale), Pool.of(v_cache, call.scales.v_scale)),
+        *(positions.contiguous(), cos_sin, cos_sin.stride(0), slot_mapping.contiguous()),
+        *(Norm(weight, call.norm_eps, call.norm_offset) for weight in (call.q_norm, call.k_norm)),
+        SIZES=RotationSizes(num_heads, num_kv_heads, heads, *widths, k_cache.shape[1], call.interleaved),
         LIMIT=fp8_limit(k_cache),
         ARE_QUERY_TOKENS=call.are_query_tokens,
         num_warps=num_warps,

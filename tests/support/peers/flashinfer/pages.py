@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+from signatures import takes
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -32,13 +33,7 @@ def attend(
     out, lse = torch.empty(len(q), q.shape[1], cache[1].shape[-1], dtype=q.dtype), torch.empty(q.shape[:2])
     scale = q.shape[-1] ** -0.5 if options.get("scale") is None else options["scale"]
     BACKEND_OPS["reference"].paged_attention(
-        q,
-        *cache,
-        table,
-        lens.int(),
-        starts,
-        out,
-        lse,
+        *(q, *cache, table, lens.int(), starts, out, lse),
         max_query_len=max(1, int(starts.diff().max())),
         **options | {"scale": scale},
     )
@@ -58,25 +53,15 @@ class Wrapper:
     _lens: Tensor
     _options: dict[str, Any]
 
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *args: Any,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-    ):
-        assert len(q) == int(self._starts[-1])
-        assert q_scale is k_scale is v_scale is sinks is None
+    @takes(
+        "self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, "
+        "return_lse=False, enable_pdl=None, window_left=None, sinks=None"
+    )
+    def run(self, given):
+        assert len(given.q) == int(self._starts[-1])
+        assert given.q_scale is given.k_scale is given.v_scale is given.sinks is None
         pages = self._starts, self._indptr, self._indices, self._lens
-        y, y_lse = attend(q.contiguous(), paged_kv_cache, *pages, **self._options)
-        if out is not None:
-            y = out.copy_(y)
-        return (y, y_lse) if return_lse else y
+        y, y_lse = attend(given.q.contiguous(), given.paged_kv_cache, *pages, **self._options)
+        if given.out is not None:
+            y = given.out.copy_(y)
+        return (y, y_lse) if given.return_lse else y

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from engine_requests import interrupt_a_read
+from tiny_models import tiny_model
 
 from torchpaged import AttentionMetadata
 from torchpaged.backends import Limits
@@ -13,20 +14,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 8,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
+COMMON: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 8}
 SLIDING, FULL = "sliding_attention", "full_attention"
 MODELS = {
     "Mistral": {},
@@ -48,9 +36,7 @@ SIZES: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 96, "block_size": 4
 
 
 def make(name: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})
-    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+    return tiny_model(name, **COMMON | MODELS[name])
 
 
 def tokens(generator: Generator) -> list[list[int]]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from captured import captured
+from tiny_models import SIZES
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -22,18 +23,7 @@ class Sizes(NamedTuple):
     attaches: bool = True
 
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
+COMMON = {**SIZES, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3}
 #: Of the widths that the Hopper kernel takes.
 LATENT = {
     "num_attention_heads": 8,

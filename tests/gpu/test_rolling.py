@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 import torchpaged
 
@@ -13,20 +14,8 @@ pytest.importorskip("torchpaged.hf")  # registers the attention
 pytestmark = pytest.mark.gpu
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-COMMON: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "sliding_window": 24,
-    "max_position_embeddings": 1024,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
+COMMON: dict[str, Any] = {"vocab_size": 199, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+COMMON |= {"num_hidden_layers": 3, "sliding_window": 24, "max_position_embeddings": 1024}
 MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {},
     "Gemma2": {"layer_types": [SLIDING, FULL, SLIDING], "query_pre_attn_scalar": 32},
@@ -34,9 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make(name: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval().cuda()
+    return tiny_model(name, **COMMON | MODELS[name]).cuda()
 
 
 def call(rows: int = 3, length: int = 150) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 from model_coverage.architectures import config_of, model_types, with_random_weights
-from models import COMMON, SUFFIX, padded_prompts
+from models import COMMON, padded_prompts
+from tiny_models import CONFIGS
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -176,7 +177,7 @@ def build(name: str, attached: bool = True, **options: Any) -> Any:
     options = {**known.options, **options}
     torch.manual_seed(3)
     if known.family:
-        made = getattr(transformers, SUFFIX.get(known.family, f"{known.family}Config"))
+        made = getattr(transformers, CONFIGS.get(known.family, f"{known.family}Config"))
         config = made(**{**COMMON, **options})
         model = getattr(transformers, f"{known.family}ForCausalLM")(config).eval()
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from families import build
+from tiny_models import tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
@@ -19,16 +20,7 @@ from torchpaged.hf import continuous_batching, continuous_cache
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.cache_argument import CACHE
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
+SIZES = {"vocab_size": 97, "head_dim": 8, "max_position_embeddings": 128}
 #: model -> more of its configuration; what its tokens are held against: transformers' own attention in
 #: continuous batching, or generate() of each prompt alone, since paged|eager drops the soft cap
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
@@ -44,9 +36,7 @@ IS_5_17 = BLOCK_NAME == "block_size"
 
 
 def make_model(name: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name][0])
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = tiny_model(name, **SIZES, **MODELS[name][0])
     for key, parameter in model.named_parameters():  # a new model's attention hardly bears on its tokens
         parameter.data.mul_(20 if "_proj.weight" in key and "self_attn" in key else 1.5)
     if name == "GptOss":

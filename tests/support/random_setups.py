@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-import transformers
+from tiny_models import tiny_model
 
 import torchpaged.engine
 import torchpaged.hf
@@ -30,20 +30,7 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel, fuse
 from torchpaged.prefixes import CascadeCosts
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "tie_word_embeddings": False,
-}
+COMMON = {"head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": False}
 LLAMA_4: dict[str, Any] = {
     "attention_chunk_size": 8,
     "layer_types": ["chunked_attention", "full_attention"],
@@ -72,9 +59,7 @@ TRACED = {str(path) for folder in FOLDERS for path in folder.rglob("*.py") if pa
 @cache
 def model_of(family: str, fused: bool) -> Any:
     """A tiny model; several engines have it one after the other."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**COMMON, **FAMILIES[family])
-    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    model = tiny_model(family, **COMMON, **FAMILIES[family])
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 from captured import captured
+from gpus import needs_hopper
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.prefixes import SharedPrefixes, cascade_attention, find_prefix_groups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 BLOCK = 16
 #: Of groups: shared blocks, own tokens, requests.
 BATCHES: dict[str, list[tuple[int, int, int]]] = {

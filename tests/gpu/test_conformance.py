@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import needs_hopper
 from sessions import PLANNING
 
 from torchpaged.backends import GraphSupport, get_backend
@@ -72,10 +73,7 @@ def test_the_cuda_decode_kernel_conforms(no_triton: Any, case: Case, heads: str,
 
 
 @DTYPES
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel is written for compute capability 9.0",
-)
+@needs_hopper
 def test_the_cuda_prefill_kernel_conforms(
     no_triton: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

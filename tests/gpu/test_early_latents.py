@@ -16,6 +16,7 @@ import late_end
 import pytest
 import torch
 from captured import captured
+from gpus import CAPABILITY
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -23,9 +24,10 @@ from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
 from torchpaged.testing import BatchSpec
 from torchpaged.testing.batches import make_batch
 
-pytestmark = pytest.mark.gpu
-if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-    pytest.skip("no kernel begins early before compute capability 9.0", allow_module_level=True)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (9, 0), reason="no kernel begins early before compute capability 9.0"),
+]
 CUDA, REFERENCE = BACKEND_OPS["cuda"], BACKEND_OPS["reference"]
 RANK, ROPE, HEADS, NOPE, BLOCK = 512, 64, 4, 16, 16
 REPLAYS, STEPS = 20, 2

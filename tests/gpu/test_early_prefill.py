@@ -11,15 +11,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from gpus import needs_hopper
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="the kernel is written for compute capability 9.0",
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 LIMIT_S = 120
 REPLAYS = 200
 

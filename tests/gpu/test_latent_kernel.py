@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 from captured import captured
+from gpus import needs_hopper
 from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch, run_mla_attention
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import shape
 from torchpaged.testing import BATCH_SPECS, Batch, BatchSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 CUDA = BACKEND_OPS["cuda"]
 MANY = tuple(37 * i % 900 for i in range(300))
 SPECS = {
@@ -30,12 +30,6 @@ SPECS = {
     "clusters": BatchSpec("clusters", (2000, 1, 0, 65, 1000, 513, 512, 1030), (1,) * 8, padded_tokens=2),
     "drafts in clusters": BatchSpec("drafts in clusters", (700, -2, 1900, 2), (2, 2, 1, 2), padded_reqs=1),
 }
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
-        pytest.skip("the kernel runs on Hopper")
 
 
 def check_that_it_is_taken(batch: Batch) -> None:

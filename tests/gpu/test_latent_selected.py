@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured
+from gpus import needs_hopper
 from op_inputs.latent import (
     SELECTIONS,
     as_fp8,
@@ -16,12 +17,12 @@ from op_inputs.latent import (
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import latent_selected, mla_attention
 from torchpaged.testing import BatchSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 CUDA = BACKEND_OPS["cuda"]
 #: Lengths of several tiles of 64, on their borders and around; drafts; prompts of more tokens than CTAs fit.
 BATCHES = {
@@ -33,9 +34,7 @@ BATCHES = {
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
-        pytest.skip("the kernel runs on Hopper")
+def _few_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MIN_CTAS", "MIN_FP8_CTAS"):
         monkeypatch.setattr(latent_selected, name, 1)
 

@@ -3,17 +3,13 @@ repeatable, captured and replayed."""
 
 import pytest
 import torch
+from gpus import needs_hopper
 from test_linear import DTYPES, FEATURES, call, check, check_chain, make
 
 from torchpaged.custom_ops.layers.cuda import linear, linear_large
 from torchpaged.custom_ops.layers.cuda.linear_large import LargeShape, large_shape
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 #: warpgroups, row_tiles, k_parts
 SHAPES = [(2, 1, 1), (2, 2, 1), (2, 1, 4), (1, 1, 4)]
 

@@ -6,11 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from captured import captured
-from op_inputs.latent import (
-    assert_latent_close,
-    make_latent_batch,
-    run_mla_attention,
-)
+from gpus import needs_fp8
+from op_inputs.latent import as_fp8, assert_latent_close, make_latent_batch, run_mla_attention
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import BatchSpec
@@ -62,11 +59,13 @@ def test_float32_sums_are_short(keys: int) -> None:
         assert error <= 16 + keys**0.5 / 2
 
 
-def test_one_capture_serves_other_lengths() -> None:
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=needs_fp8)])
+def test_one_capture_serves_other_lengths(fp8: bool) -> None:
     """Of a batch at its longest; a row ends, another is padding."""
     longest = BatchSpec("longest", (1500, 1500, 1500), (1, 1, 1))
     batch = make_latent_batch(longest, num_heads=16, rank=512, rope=64, dtype=torch.bfloat16, device="cuda")
     batch.k_cache.nan_to_num_()
+    batch = as_fp8(batch) if fp8 else batch
     graph, (out, lse) = captured(lambda: run_mla_attention(TRITON, batch))
     for seq_lens in ((1500, 3, 700), (0, 129, 1), (1, 1, 0)):
         batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))

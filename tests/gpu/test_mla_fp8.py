@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured import captured
+from gpus import needs_fp8, needs_hopper
 from op_inputs.latent import (
     as_fp8,
     assert_latent_close,
@@ -16,16 +16,13 @@ from op_inputs.latent import (
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import shape
 from torchpaged.custom_ops.mla.cuda.mla_attention import route
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.testing import BATCH_SPECS, BatchSpec
 
-pytestmark = pytest.mark.gpu
-if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("fp8 needs compute capability 8.9", allow_module_level=True)
+pytestmark = [pytest.mark.gpu, needs_fp8]
 TRITON, REFERENCE, CUDA = (BACKEND_OPS[name] for name in ("triton", "reference", "cuda"))
 LONG = BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1)
 CHUNKS = BatchSpec("chunks", (600, 90, 3, 41), (200, 1, 3, 40))
@@ -45,13 +42,12 @@ def test_matches_the_oracle(heads: int, rank: int, rope: int, dtype: torch.dtype
         assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
 
 
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("heads", [1, 5, 16, 20, 32, 100])
 def test_short_queries_on_hopper(heads: int, block_size: int, dtype: torch.dtype) -> None:
     """By the kernels in CUDA C++ but many rows of float16, the same bits twice."""
-    if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
-        pytest.skip("the kernel runs on Hopper")
     edges = BatchSpec("edges of tiles", (63, 64, 65, 127, 128, 129), (1,) * 6)
     ranges = BatchSpec("ranges, not clusters", (9000, 3, 700, 0, *edges.seq_lens, -1), (1,) * 11)
     drafts = BatchSpec("drafts in ranges", (17000, 70, 1, 2, 0), (2, 2, 1, 2, 1), padded_tokens=1)
@@ -105,17 +101,6 @@ def test_output_scale(fp8: bool) -> None:
             )
             error = (out.float() * scale - want.float()).abs()
             assert (error <= want.float().abs() / 15 + 0.02 * 2**-9).all()
-
-
-def test_one_capture_serves_other_lengths() -> None:
-    longest = BatchSpec("longest", (1500, 1500, 1500), (1, 1, 1))
-    batch = make_latent_batch(longest, num_heads=16, rank=512, rope=64, dtype=torch.bfloat16, device="cuda")
-    batch = as_fp8(batch)
-    graph, (out, lse) = captured(lambda: run_mla_attention(TRITON, batch))
-    for seq_lens in ((1500, 3, 700), (0, 129, 1), (1, 1, 0)):
-        batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
-        graph.replay()
-        assert_latent_close(out, lse, batch)
 
 
 @pytest.mark.parametrize("model_type", ["youtu", "deepseek_v32"])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured
+from gpus import needs_fp8, needs_hopper
 from op_inputs.output_scale import CHUNKS, E4M3, LONG, ONE_PROMPT, assert_e4m3, opcheck_e4m3, run_e4m3
 
 import torchpaged
@@ -14,10 +15,7 @@ from torchpaged.custom_ops.attention.cuda.paged_attention import route
 from torchpaged.prefixes import PrefixGroup, SharedPrefixes, cascade_attention
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch
 
-pytestmark = pytest.mark.gpu
-if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("fp8 needs compute capability 8.9", allow_module_level=True)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, needs_fp8]
 BACKENDS = ("triton", "cuda")
 SPECS = {spec.name: spec for spec in (LONG, CHUNKS, ONE_PROMPT, *BATCH_SPECS.values())}
 HEADS: dict[str, dict[str, Any]] = {
@@ -57,7 +55,7 @@ def test_float32_by_triton() -> None:
         assert_e4m3(*run_e4m3(BACKEND_OPS["triton"], batch, 0.01), batch, 0.01)
 
 
-@pytest.mark.skipif(not HOPPER, reason="the prefill kernel is written for compute capability 9.0")
+@needs_hopper
 def test_which_kernels_run() -> None:
     """Those of CUDA C++; Triton's where four numbers of a row, or of prompts 16, do not begin aligned."""
     for spec, padding, kernel in (

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from gpus import needs_hopper
 from prefill_worker import CONFIGURATIONS
 from watched import watched
 
@@ -13,13 +14,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.testing import BatchSpec, make_batch, run_paged_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="the kernel is written for compute capability 9.0",
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 BATCHES = 25  # of each configuration
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured
+from gpus import needs_hopper
 from op_inputs.indexer import exact_logits, make_index_batch, run_index_logits, weights_of
 from op_inputs.latent import (
     SELECTIONS,
@@ -19,7 +20,6 @@ from op_inputs.latent import (
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.cuda import index_logits, top_k_indices
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -27,7 +27,7 @@ from torchpaged.custom_ops.mla.cuda import mla_attention
 from torchpaged.custom_ops.mla.cuda import selected as selected_cuda
 from torchpaged.testing import BATCH_SPECS, BatchSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 CUDA, REFERENCE = BACKEND_OPS["cuda"], BACKEND_OPS["reference"]
 FEW = {
     **{
@@ -38,12 +38,6 @@ FEW = {
 }
 #: So many tokens that the kernel takes more than 16 heads, and a cluster is no larger than positions need.
 MANY = BatchSpec("many", tuple(2600 if i == 50 else 37 * i % 300 for i in range(80)), (1,) * 80)
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
-        pytest.skip("the kernels run on Hopper")
 
 
 def check_selected(spec: BatchSpec, top_k: int, kind: str, options: dict[str, Any], **sizes: Any) -> None:

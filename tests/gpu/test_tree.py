@@ -7,6 +7,7 @@ import pytest
 import torch
 from as_oracle import assert_as_oracle
 from captured import captured
+from gpus import HOPPER
 from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, tree_spec
 from test_conformance import no_triton  # noqa: F401
 
@@ -16,7 +17,6 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import Batch, assert_attention_close, run_paged_attention
 
 pytestmark = pytest.mark.gpu
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HEADS = {"32/8/128": (32, 8, 128), "9/3/64": (9, 3, 64), "16/1/96": (16, 1, 96)}
 #: Contexts of many tiles, beside those of `TREE_SPECS`.
 LONG = tree_spec(

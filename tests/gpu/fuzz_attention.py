@@ -10,7 +10,6 @@ failed, hung or crashed, or if nothing ran.
 """
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import shlex
@@ -26,87 +25,73 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fuzz.aims import AIMS
 from worker_pool import Outcome, WorkerPool
 
+from torchpaged.cli.report import versions
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--configurations", type=int, default=320)
     p.add_argument("--batches", type=int, default=30, help="per configuration")
     p.add_argument("--workers", type=int, default=8)
-    p.add_argument(
-        "--seconds", type=float, default=None, help="until running cases are cut; no limit by default"
-    )
-    p.add_argument(
-        "--reserve", type=float, default=30.0, help="seconds before that end in which no case is begun"
-    )
+    p.add_argument("--seconds", type=float, help="until running cases are cut; no limit by default")
+    p.add_argument("--reserve", type=float, default=30.0, help="seconds before that end: no case is begun")
     p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--backends", nargs="+", default=["cuda", "triton"])
-    p.add_argument(
-        "--aim",
-        choices=["", *AIMS],
-        default="",
-        help="draw for one kernel of backend cuda, whatever --backends says",
-    )
+    aims = ["", *AIMS]
+    p.add_argument("--aim", choices=aims, default="", help="draw for one kernel of cuda, not --backends")
     p.add_argument("--device", default="cuda")
     p.add_argument("--small", action="store_true", help="lengths and heads for a CPU")
     p.add_argument("--no-captures", action="store_true", help="no CUDA graphs")
-    p.add_argument(
-        "--compile-limit", type=float, default=180.0, help="seconds of the host's part of a launch"
-    )
+    p.add_argument("--compile-limit", type=float, default=180.0, help="seconds of a launch on the host")
     p.add_argument("--run-limit", type=float, default=60.0, help="seconds of the device's part")
     p.add_argument("--json", type=Path, default=None)
     p.add_argument("--target", default="fuzz.case:run_case", help="what a worker runs")
     return p
 
 
+def _end_of(outcome: Outcome) -> dict[str, Any]:
+    """Which case, and where it was."""
+    batch, seconds = outcome.facts.get("batch"), round(outcome.seconds, 1)
+    return {"seed": outcome.case["seed"], "batch": batch, "phase": outcome.phase, "seconds_in_phase": seconds}
+
+
 def summary(arguments: argparse.Namespace, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
     """Counts, failures with their seeds and configurations, and where it ran."""
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
-    failures = []
+    failures: list[dict[str, Any]] = []
     for outcome in outcomes:
         base = {"seed": outcome.case["seed"], "configuration": outcome.facts.get("configuration")}
         if outcome.kind in ("hang", "crash", "error"):
-            failures.append(
-                {
-                    **base,
-                    "kind": outcome.kind,
-                    "batch": outcome.facts.get("batch"),
-                    "phase": outcome.phase,
-                    "seconds_in_phase": round(outcome.seconds, 1),
-                    "message": outcome.message,
-                }
-            )
-        for failure in (outcome.result or {}).get("failures", ()):
-            failures.append({**base, "kind": "wrong", **failure})
-    cut = [
-        {
-            "seed": o.case["seed"],
-            "batch": o.facts.get("batch"),
-            "phase": o.phase,
-            "seconds_in_phase": round(o.seconds, 1),
-        }
-        for o in outcomes
-        if o.kind == "cut"
-    ]
-    seeds = [outcome.case["seed"] for outcome in outcomes]
+            failures.append(base | _end_of(outcome) | {"kind": outcome.kind, "message": outcome.message})
+        wrong = (outcome.result or {}).get("failures", ())
+        failures += [{**base, "kind": "wrong", **failure} for failure in wrong]
+    seeds, kinds = [o.case["seed"] for o in outcomes], Counter(outcome.kind for outcome in outcomes)
+    begun = sum(o.facts.get("batch", 0) for o in outcomes if o.result is None)
+    times = ("launching_seconds", "running_seconds", "seconds")
+    launching, running, in_all = (round(sum(r[name] for r in done), 1) for name in times)
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "gpu": _gpu(arguments.device),
-        "versions": _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            **versions(("triton", "cuda-bindings", "numpy")),
+        },
         "first_seed": arguments.first_seed,
         "next_seed": max(seeds, default=arguments.first_seed - 1) + 1,
         "configurations": len(done),
-        "batches": sum(r["batches"] for r in done)
-        + sum(o.facts.get("batch", 0) for o in outcomes if o.result is None),
-        "hangs": sum(o.kind == "hang" for o in outcomes),
-        "crashes": sum(o.kind == "crash" for o in outcomes),
+        "batches": sum(r["batches"] for r in done) + begun,
+        "hangs": kinds["hang"],
+        "crashes": kinds["crash"],
         "failures": failures,
-        "cut": cut,
+        "cut": [_end_of(outcome) for outcome in outcomes if outcome.kind == "cut"],
         "kernels": dict(Counter(r["kernel"] for r in done)),
         "captured_configurations": sum(r["captured"] for r in done),
         "compiles": sum(r["compiles"] for r in done),
-        "launching_seconds": round(sum(r["launching_seconds"] for r in done), 1),
-        "running_seconds": round(sum(r["running_seconds"] for r in done), 1),
-        "worker_seconds": round(sum(r["seconds"] for r in done), 1),
+        "launching_seconds": launching,
+        "running_seconds": running,
+        "worker_seconds": in_all,
         "seconds": round(seconds, 1),
         "workers": arguments.workers,
         "seeds": sorted(outcome.case["seed"] for outcome in outcomes if outcome.result is not None),
@@ -118,20 +103,6 @@ def _gpu(device: str) -> str | None:
         return None
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     return f"{name}, compute capability {major}.{minor}"
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-    for package in ("triton", "cuda-bindings", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,16 +124,10 @@ def main(argv: list[str] | None = None) -> int:
         for outcome in pool.run(cases, seconds=arguments.seconds, reserve=arguments.reserve):
             outcomes.append(outcome)
             wrong = (outcome.result or {}).get("failures", ())
-            if wrong or outcome.kind != "done":
-                what = (
-                    wrong[0]["message"]
-                    if wrong
-                    else f"batch {outcome.facts.get('batch')}, {outcome.seconds:.0f} s {outcome.phase}"
-                )
-                print(
-                    f"seed {outcome.case['seed']}: {'wrong' if wrong else outcome.kind}: {what[:300]}",
-                    flush=True,
-                )
+            what = f"batch {outcome.facts.get('batch')}, {outcome.seconds:.0f} s {outcome.phase}"
+            kind, what = ("wrong", wrong[0]["message"]) if wrong else (outcome.kind, what)
+            if kind != "done":
+                print(f"seed {outcome.case['seed']}: {kind}: {what[:300]}", flush=True)
             elif len(outcomes) % 20 == 0:
                 print(f"{len(outcomes)} configurations, {time.monotonic() - begin:.0f} s", flush=True)
             if arguments.json is not None:  # after each: what ran is known whatever happens to this process

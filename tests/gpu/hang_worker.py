@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from captured import captured
 from hanging_batches import CASES, Case, make_hanging_batch
 from torch import Tensor
 
@@ -57,12 +59,10 @@ def replay(backend: str, name: str, beat: Beat) -> None:
     batch.extras["semaphore"] = torch.zeros(
         len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda"
     )
-    run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
+    attend = partial(run_paged_attention, BACKEND_OPS[backend], batch, **case.options)
+    attend()
     beat("running")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
+    graph, (out, lse) = captured(attend)
     lens, starts = batch.seq_lens.clone(), batch.query_start_loc.clone()
     query_lens = starts.diff()
     ended = starts.clone()
@@ -93,18 +93,11 @@ def layers(backend: str, name: str, beat: Beat) -> None:
     spec = BatchSpec("layers", tuple(c + q for c, q in zip(context, query_lens, strict=True)), query_lens)
     batch = make_batch(spec, num_heads=16, num_kv_heads=4, head_dim=128, **shape)
     tokens = batch.q.shape[0]
-    slots = [
-        int(batch.block_table[r, at // 16]) * 16 + at % 16
-        for r, n in enumerate(spec.seq_lens)
-        for at in range(n - query_lens[r], n)
-    ]
-    slot_mapping = torch.tensor(slots, device="cuda")
-    before = [
-        int(batch.block_table[r, at // 16]) * 16 + at % 16
-        for r, n in enumerate(spec.seq_lens)
-        for at in range(n - query_lens[r])
-    ]
-    context_slots = torch.tensor(before, device="cuda")
+    table = batch.block_table.tolist()
+    places = [[table[r][at // 16] * 16 + at % 16 for at in range(n)] for r, n in enumerate(spec.seq_lens)]
+    before = [slot for row, count in zip(places, context, strict=True) for slot in row[:count]]
+    new_slots = [slot for row, count in zip(places, context, strict=True) for slot in row[count:]]
+    slot_mapping, context_slots = (torch.tensor(slots, device="cuda") for slots in (new_slots, before))
     pools = [(torch.empty_like(batch.k_cache), torch.empty_like(batch.v_cache)) for _ in range(num_layers)]
     past = [torch.empty(2, len(before), 4, 128, **shape) for _ in range(num_layers)]
     new = [torch.empty(3, tokens, 16, 128, **shape) for _ in range(num_layers)]
@@ -113,33 +106,14 @@ def layers(backend: str, name: str, beat: Beat) -> None:
     cos_sin = (torch.arange(128, device="cuda") < 64).float()[None]  # angles of 0
     positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     semaphore = make_semaphore(65 * 4, torch.device("cuda"))
+    sizes: dict[str, Any] = {"max_query_len": 20, "scale": batch.scale}
 
     def step() -> None:
         for (k_cache, v_cache), numbers, out in zip(pools, new, outs, strict=True):
-            ops.rope_write_kv(
-                numbers[0],
-                numbers[1, :, :4],
-                numbers[2, :, :4],
-                positions,
-                cos_sin,
-                slot_mapping,
-                q,
-                k_cache,
-                v_cache,
-                are_query_tokens=True,
-            )
-            ops.paged_attention(
-                q,
-                k_cache,
-                v_cache,
-                batch.block_table,
-                batch.seq_lens,
-                batch.query_start_loc,
-                out,
-                max_query_len=20,
-                scale=batch.scale,
-                semaphore=semaphore,
-            )
+            new_q, new_k, new_v = numbers[0], numbers[1, :, :4], numbers[2, :, :4]
+            written = (positions, cos_sin, slot_mapping, q, k_cache, v_cache)
+            ops.rope_write_kv(new_q, new_k, new_v, *written, are_query_tokens=True)
+            ops.paged_attention(q, k_cache, v_cache, *batch.tensors[3:], out, **sizes, semaphore=semaphore)
 
     def refill() -> None:
         for x in (*past, *new):
@@ -153,10 +127,7 @@ def layers(backend: str, name: str, beat: Beat) -> None:
     refill()
     step()
     beat("running")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for _ in range(25):
         refill()
         graph.replay()
@@ -164,17 +135,8 @@ def layers(backend: str, name: str, beat: Beat) -> None:
         assert not semaphore.any(), "a semaphore is left above 0"
         for (k_cache, v_cache), numbers, out in zip(pools, new, outs, strict=True):
             want = torch.empty_like(out, dtype=torch.float32)
-            REFERENCE.paged_attention(
-                numbers[0].float(),
-                k_cache.float(),
-                v_cache.float(),
-                batch.block_table,
-                batch.seq_lens,
-                batch.query_start_loc,
-                want,
-                max_query_len=20,
-                scale=batch.scale,
-            )
+            wide = (x.float() for x in (numbers[0], k_cache, v_cache))
+            REFERENCE.paged_attention(*wide, *batch.tensors[3:], want, **sizes)
             torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
 
 

@@ -31,12 +31,13 @@ class Steps:
     def __init__(
         self, num_reqs: int, context: int, num_steps: int, query_len: int = 1, head_dim: int = 128
     ) -> None:
-        self.num_steps, self.query_len = num_steps, query_len
+        self.num_steps = num_steps
         shape: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
         length = context + num_steps * query_len
         spec = BatchSpec("steps", (length,) * num_reqs, (query_len,) * num_reqs)
         batch = make_batch(spec, num_heads=16, num_kv_heads=4, head_dim=head_dim, **shape)
-        self.table, self.starts, self.scale = batch.block_table, batch.query_start_loc, batch.scale
+        self.table, self.starts = batch.block_table, batch.query_start_loc
+        self.sizes: dict[str, Any] = {"max_query_len": query_len, "scale": batch.scale}
         self.pools = (batch.k_cache, batch.v_cache)
         position = torch.arange(length, device="cuda")
         slots = self.table[:, position // 16].long() * 16 + position % 16  # [num_reqs, length]
@@ -70,32 +71,16 @@ class Steps:
         BACKEND_OPS["cuda"].linear(*self.slow)
 
     def attend(self, ops: Any, step: int) -> None:
-        ops.paged_attention(
-            self.queries[step],
-            *self.pools,
-            self.table,
-            self.lens[step],
-            self.starts,
-            self.outs[step],
-            max_query_len=self.query_len,
-            scale=self.scale,
-            semaphore=self.semaphore,
-        )
+        batch = self.table, self.lens[step], self.starts
+        call = self.queries[step], *self.pools, *batch, self.outs[step]
+        ops.paged_attention(*call, **self.sizes, semaphore=self.semaphore)
 
     def check(self) -> None:
         for step, out in enumerate(self.outs):
             want = torch.empty_like(out, dtype=torch.float32)
-            pools = (pool.float() for pool in self.pools)
-            REFERENCE.paged_attention(
-                self.queries[step].float(),
-                *pools,
-                self.table,
-                self.lens[step],
-                self.starts,
-                want,
-                max_query_len=self.query_len,
-                scale=self.scale,
-            )
+            wide = (x.float() for x in (self.queries[step], *self.pools))
+            batch = self.table, self.lens[step], self.starts
+            REFERENCE.paged_attention(*wide, *batch, want, **self.sizes)
             torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
 
 

@@ -100,6 +100,7 @@ class DeltaStepCall(NamedTuple):
     bound: float | None = None
     eps: float = 1e-6
     activation: str = "silu"
+    new_step: bool = False
 
     @property
     def by_key(self) -> bool:
@@ -155,6 +156,7 @@ class Mamba2StepCall(NamedTuple):
     min_step: float = 0.0
     max_step: float | None = None
     semaphore: Tensor | None = None
+    new_step: bool = False
 
     @property
     def num_groups(self) -> int:

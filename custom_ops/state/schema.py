@@ -51,22 +51,25 @@ SCHEMAS = {
     # the output projection takes: causal_conv of x with silu, delta_gates, linear_attention with the delta
     # rule over normalised keys, gated_rms_norm without gate_first. Between these q, k, v and results are in
     # x's dtype, g and beta in float32. x, out: in one dtype; x [T, channels], the queries, keys and values of
-    # all heads side by side; out [T, num_heads, value_dim]; norm_weight: gated_rms_norm's weight; the others:
-    # as those of the four.
+    # all heads side by side; out [T, num_heads, value_dim]; norm_weight: gated_rms_norm's weight; new_step:
+    # promises that seq_lens was written behind these slots, so that they may be read early
+    # (docs/stream_order.md), and changes no result; the others: as those of the four.
     "delta_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor a, Tensor b, Tensor a_log,
         Tensor dt_bias, Tensor(b!) state, Tensor gate, Tensor norm_weight, {_BATCH}, Tensor(c!) out,
         Tensor? bias=None, *, SymInt max_query_len=1, float scale, float beta_scale=1., float? bound=None,
-        float eps=1e-6, str activation="silu") -> ()""",
+        float eps=1e-6, str activation="silu", bool new_step=False) -> ()""",
     # Single tokens of Mamba 2, from its projection to what the output projection, or a norm before it, takes:
     # causal_conv of x with silu, delta_gates without b, linear_attention, then out = (y + skip_weight v)
     # silu(gate), without gate y + skip_weight v. Rows have at most one token. Between these values, keys and
     # queries are in x's dtype, all else in float32. x [T, channels]: values v of all heads, keys and queries
     # of all groups, side by side; dt [T, num_heads], delta_gates' a; skip_weight [num_heads] in x's dtype or
     # float32; gate, out [T, num_heads, value_dim] in x's dtype; semaphore: int32 zeros, at least B * groups,
-    # zeros again afterwards; calls that may overlap need their own. The others: as those of the three.
+    # zeros again afterwards; calls that may overlap need their own; new_step: delta_step's. The others: as
+    # those of the three.
     "mamba2_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor dt, Tensor a_log,
         Tensor dt_bias, Tensor(b!) state, Tensor skip_weight, {_BATCH}, Tensor(c!) out, Tensor? bias=None, *,
-        Tensor? gate=None, float min_step=0., float? max_step=None, Tensor(d!)? semaphore=None) -> ()""",
+        Tensor? gate=None, float min_step=0., float? max_step=None, Tensor(d!)? semaphore=None,
+        bool new_step=False) -> ()""",
     # Mamba 1's selective scan, whose channels are heads of one value: step = softplus(dt + dt_bias), then
     # linear_attention with q = c, k = b, v = x, beta = step and g = -exp(a_log) step, and out = (y +
     # skip_weight x) silu(gate), without gate y + skip_weight x. Between these all is in float32, float64 over

@@ -458,6 +458,27 @@ def test_linear_large_ptx(tmp_path: Path, name: str, config: str) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("op", ["delta_step", "mamba2_step"])
+@pytest.mark.parametrize("new_step", [False, True])
+def test_steps_of_states_ptx(tmp_path: Path, op: str, new_step: bool) -> None:
+    """A state's 16 bytes are loaded on the right side of the wait."""
+    from torchpaged.custom_ops.state.cuda.delta_step import StepSpec
+    from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepSpec
+
+    sizes = {
+        "delta_step": StepSpec(128, 64, 16, 1, 2, 16, *(False,) * 3, 4, False, True, *(False,) * 3, new_step),
+        "mamba2_step": Mamba2StepSpec(
+            128, 64, 48, 48, 1, 4, False, True, *(False,) * 3, gated=True, new_step=new_step
+        ),
+    }
+    ptx, _ = compiled(tmp_path, f"{op}.cu", sizes[op].config(), "ptx")
+    assert not complaints(row(op, op, "a new step" if new_step else "cuda, on Hopper"), order(ptx))
+    loads = [at.start() for at in re.finditer(r"ld\.global\.cg\.v4\.u32", ptx)]
+    wait = ptx.index("griddepcontrol.wait")
+    assert {load < wait for load in loads} == {new_step}
+
+
+@needs_nvcc
 @pytest.mark.parametrize("name", ["experts_gate_up", "experts_down"])
 def test_few_experts_ptx(tmp_path: Path, name: str) -> None:
     from torchpaged.custom_ops.experts.cuda.few_experts import ExpertsSpec

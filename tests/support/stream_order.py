@@ -66,6 +66,7 @@ ROWS = (*LENGTHS, "state_slots")
 MIXER = ("weight", "bias", "a_log", "dt_bias")
 METADATA = (*LENGTHS, "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
+LAST_STATES = "old states"  # conv_state and state, as kernels ahead of seq_lens' writer left them
 QUERY_TOKENS = "query tokens' KV"
 ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "counters")
 INPUTS = ("input_ids", "positions", "seq_lens", "slot_mapping")
@@ -85,6 +86,7 @@ GROUPS = {
     "results": RESULTS,
     "state": STATE,
     "rotation": TURNED,
+    "pools": ("conv_state", "state"),
 }
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
@@ -280,6 +282,14 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             (*MIXER, "norm_weight", *ROWS),
             case="cuda, on Hopper",
         ),
+        Launch(
+            "delta_step.cu:delta_step",
+            ("conv_state", "state", "out"),
+            "start",
+            (*MIXER, "norm_weight", *ROWS, LAST_STATES),
+            case="a new step",
+            why="what writes seq_lens stands between two steps",
+        ),
     ),
     "mamba2_step": (
         Launch(
@@ -288,6 +298,14 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "start",
             (*MIXER, "skip_weight", *ROWS),
             case="cuda, on Hopper",
+        ),
+        Launch(
+            "mamba2_step.cu:mamba2_step",
+            ("conv_state", "state", "out"),
+            "start",
+            (*MIXER, "skip_weight", *ROWS, LAST_STATES),
+            case="a new step",
+            why="what writes seq_lens stands between two steps",
         ),
         Launch("mamba2_step.py:skip_and_gate_kernel", ("out",), "wait", case="its last part elsewhere"),
     ),

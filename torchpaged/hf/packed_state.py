@@ -157,7 +157,7 @@ class PackedState(StatePools):
         (inputs, state), rows = self._of_step(step, x, sizes)
         weight, bias = _of_conv(conv, x)
         out = x.new_empty(x.shape[0], sizes[0], sizes[2])
-        options["max_query_len"] = step.max_query_len
+        options |= {"max_query_len": step.max_query_len, "new_step": True}
         self._ops.delta_step(x, weight, inputs, *gates, state, gate, norm_weight, *rows, out, bias, **options)
         return out
 
@@ -181,7 +181,7 @@ class PackedState(StatePools):
         most = self.cache.backend.limits.max_num_reqs
         if semaphore is not None and (most is None or most * groups > semaphore.shape[0]):
             semaphore = None
-        options["semaphore"] = semaphore
+        options |= {"semaphore": semaphore, "new_step": True}
         self._ops.mamba2_step(x, weight, inputs, *steps, state, skip_weight, *rows, out, bias, **options)
         return out
 

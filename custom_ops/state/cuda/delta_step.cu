@@ -1,7 +1,7 @@
 // A gated delta net's single tokens on Hopper, from its projections to what its output projection takes: a
 // CTA per row and head, or for few rows a SPLIT of one's columns, which asks its state into L2 ahead of its
-// wait and has it in registers. While it comes, the CTA makes query, key and values, by a causal convolution
-// over its channels, and decay and beta.
+// wait and has it in registers, of a NEW_STEP ahead of the wait already. While it comes, the CTA makes query,
+// key and values, by a causal convolution over its channels, and decay and beta.
 //
 // CTAs that share a query and key make them each for itself, as a cluster: the last of them moves the window
 // of these channels on when all have read it. The window of its values is each one's own. CTAs of a head send
@@ -35,7 +35,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   if (part < CHANNELS) taps.load(p, channel);
   const Row row = find_row(p, item);
   char *const state = p.state + (row.slot * p.state_slot + head * p.state_head + first) * NUMBER;
-  if (row.kept) {
+  if (row.kept && !NEW_STEP) {
     Held::prefetch(state, thread);
     if (part < CHANNELS) Window::prefetch(p, row, channel);
   }
@@ -46,8 +46,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   float weight = 0.f;
   if (thread < VALUE_DIM)
     weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + first + thread);
+  Held held(state, thread);
+  Window window;
+  if (NEW_STEP && part < CHANNELS) window.load_past(p, row, channel);
+  if constexpr (NEW_STEP) held.fetch(row.kept);
   griddepcontrol_wait();
-  Held held(state, row.kept, thread);
+  if constexpr (!NEW_STEP) held.fetch(row.kept);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + first + thread;
@@ -58,8 +62,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   if (row.slot == 0) return;  // the whole cluster
   const i64 token = row.begin + (i64)row.first;
 
-  Window window;
-  if (part < CHANNELS) window.load(p, row, token, channel);
+  if (!NEW_STEP && part < CHANNELS) window.load_past(p, row, channel);
+  if (part < CHANNELS) window.load_own(p, token, channel);
   const int side = head / TOGETHER, place = head % TOGETHER;  // groups of a, b and gate
   const float a = load_number(p.a, token * p.a_token + side * p.a_group + place * decays + mine);
   const float b = load_number(p.b, token * p.b_token + side * p.b_group + place);

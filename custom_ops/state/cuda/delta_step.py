@@ -16,7 +16,7 @@ from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
 from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of, split_of
+from torchpaged.custom_ops.state.cuda.whole_step import comes_early, no_pairs, params_of, split_of
 
 #: Sizes of a head's keys and values, and CTAs of a cluster, so heads that share a key.
 KEY_DIMS, VALUE_DIMS, MAX_CLUSTER = (64, 128), (64, 128), 8
@@ -46,6 +46,7 @@ class StepSpec(NamedTuple):
     a_log_float: bool
     dt_bias_float: bool
     norm_float: bool
+    new_step: bool
     threads: int = 256
     min_ctas: int = 2
 
@@ -74,6 +75,7 @@ class StepSpec(NamedTuple):
             a_log,
             dt_bias,
             norm_weight,
+            comes_early(call, split, cls._field_defaults["min_ctas"]),
         )
 
     def config(self) -> Config:

@@ -17,5 +17,6 @@ inline constexpr bool STATE_FLOAT = true;      // states are float32, else of x'
 inline constexpr bool A_LOG_FLOAT = false;     // a_log is float32, else of x's dtype
 inline constexpr bool DT_BIAS_FLOAT = false;   // dt_bias is float32, else of x's dtype
 inline constexpr bool NORM_FLOAT = false;      // norm_weight is float32, else of x's dtype
+inline constexpr bool NEW_STEP = false;        // states come ahead of the wait
 inline constexpr int THREADS = 256;            // of a CTA
 inline constexpr int MIN_CTAS = 2;             // CTAs of a multiprocessor that registers must be there for

@@ -1,7 +1,7 @@
 // Mamba 2's single tokens on Hopper, from the projection to what the output projection, or a norm before it,
 // takes: a CTA per row and head, or for few rows a SPLIT of one's columns, which asks its state into L2 ahead
-// of its wait and has it in registers. While it comes, the CTA makes its values, and key and query (B and
-// C), by a causal convolution over its channels, and the step.
+// of its wait and has it in registers, of a NEW_STEP ahead of the wait already. While it comes, the CTA makes
+// its values, and key and query (B and C), by a causal convolution over its channels, and the step.
 //
 // CTAs of a group share key and query, and make them each for itself. There are too many for a cluster: the
 // one that comes last to a semaphore, behind its reads, moves the window of these channels on. Every CTA has
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   }
   const Row row = find_row(p, item);
   char *const state = p.state + (row.slot * p.state_slot + head * p.state_head + first) * NUMBER;
-  if (row.kept) {
+  if (row.kept && !NEW_STEP) {
     Held::prefetch(state, thread);
 #pragma unroll
     for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
@@ -51,6 +51,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const float dt_bias = load_weight<DT_BIAS_FLOAT>(p.dt_bias, head);
   const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
   const float skip = load_weight<SKIP_FLOAT>(p.skip_weight, head);
+  Held held(state, thread);
+  Window windows[TURNS_OF_PAIRS];
+  auto load_past = [&] {
+#pragma unroll
+    for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
+      const int part = (i * THREADS + thread) * 2;
+      if (part < CHANNELS) windows[i].load_past(p, row, channel_of(part));
+    }
+  };
+  if constexpr (NEW_STEP) {
+    load_past();
+    held.fetch(row.kept);
+  }
   griddepcontrol_wait();
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
@@ -62,13 +75,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   if (row.slot == 0) return;  // all CTAs of the row
   const i64 token = row.begin + (i64)row.first;
 
-  Window windows[TURNS_OF_PAIRS];
+  if constexpr (!NEW_STEP) load_past();
 #pragma unroll
   for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
     const int part = (i * THREADS + thread) * 2;
-    if (part < CHANNELS) windows[i].load(p, row, token, channel_of(part));
+    if (part < CHANNELS) windows[i].load_own(p, token, channel_of(part));
   }
-  Held held(state, row.kept, thread);  // behind the windows, which would come last otherwise
+  if constexpr (!NEW_STEP) held.fetch(row.kept);  // behind the windows, which would come last otherwise
   const float dt = load_number(p.dt, token * p.dt_token + head) + dt_bias;
   float gate = 0.f;
   if (GATED && thread < VALUE_DIM)

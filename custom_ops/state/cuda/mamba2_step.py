@@ -17,7 +17,7 @@ from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.check_steps import check_mamba2_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of, split_of
+from torchpaged.custom_ops.state.cuda.whole_step import comes_early, no_pairs, params_of, split_of
 
 #: Tensors of a call whose addresses the kernel gets under their names.
 _TENSORS = (
@@ -41,6 +41,7 @@ class Mamba2StepSpec(NamedTuple):
     dt_bias_float: bool
     skip_float: bool
     gated: bool
+    new_step: bool
     threads: int = 256
     min_ctas: int = 3
 
@@ -53,6 +54,7 @@ class Mamba2StepSpec(NamedTuple):
             x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.skip_weight)
         )
         split = split_of(call)
+        min_ctas = 2 if matrix_bytes > 32 * 1024 else 3  # as there are registers for
         return cls(
             key_dim,
             value_dim // split,
@@ -66,7 +68,8 @@ class Mamba2StepSpec(NamedTuple):
             dt_bias,
             skip,
             call.gate is not None,
-            min_ctas=2 if matrix_bytes > 32 * 1024 else 3,  # as there are registers for
+            comes_early(call, split, min_ctas),
+            min_ctas=min_ctas,
         )
 
     def config(self) -> Config:

@@ -42,10 +42,13 @@ struct Window {
 #pragma unroll
     for (int w = 0; w < WIDTH - 1; ++w) prefetch_l2(at + w * p.conv_row * 2);
   }
-  __device__ __forceinline__ void load(const Params &p, const Row &row, i64 token, int channel) {
+  __device__ __forceinline__ void load_past(const Params &p, const Row &row, int channel) {
     at = p.conv_state + (row.slot * p.conv_slot + channel) * 2;
 #pragma unroll
-    for (int w = 0; w < WIDTH - 1; ++w) seen[w] = row.kept ? *(const u32 *)(at + w * p.conv_row * 2) : 0;
+    for (int w = 0; w < WIDTH - 1; ++w)
+      seen[w] = row.kept ? load_l2((const u32 *)(at + w * p.conv_row * 2)) : 0;
+  }
+  __device__ __forceinline__ void load_own(const Params &p, i64 token, int channel) {
     seen[WIDTH - 1] = *(const u32 *)(p.x + (token * p.x_token + channel) * 2);
   }
   // The convolution's two numbers, through silu, `step` places apart.
@@ -79,8 +82,9 @@ struct Held {
       for (int row = thread; row < KEY_DIM; row += THREADS) prefetch_l2(state + row * HEAD_ROW_BYTES);
     }
   }
-  __device__ __forceinline__ Held(char *state, bool kept, int thread)
-      : from(state + thread / CHUNKS * HEAD_ROW_BYTES + thread % CHUNKS * 16) {
+  __device__ __forceinline__ Held(char *state, int thread)
+      : from(state + thread / CHUNKS * HEAD_ROW_BYTES + thread % CHUNKS * 16) {}
+  __device__ __forceinline__ void fetch(bool kept) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       rows[i] = kept ? load_l2((const uint4 *)(from + i * GROUPS * HEAD_ROW_BYTES)) : uint4{0, 0, 0, 0};

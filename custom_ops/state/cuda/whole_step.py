@@ -7,6 +7,7 @@ from torchpaged.custom_ops.state.cuda.decode import requests_of
 
 #: CTAs up to which a head's columns are shared out: two for each multiprocessor.
 MAX_SPLIT_CTAS, MAX_SPLIT, LEAST_COLUMNS = 264, 4, 32
+_SMS = 132  # of an H100 and an H200
 
 
 def split_of(call: DeltaStepCall | Mamba2StepCall, most: int = MAX_SPLIT) -> int:
@@ -22,6 +23,13 @@ def split_of(call: DeltaStepCall | Mamba2StepCall, most: int = MAX_SPLIT) -> int
     ):
         split *= 2
     return split
+
+
+def comes_early(call: DeltaStepCall | Mamba2StepCall, split: int, ctas_per_sm: int) -> bool:
+    """Whether states go into registers ahead of the wait: of a new step, where all CTAs run at once. One that
+    begins behind others' end finds its token there, which would come behind its state."""
+    ctas = call.state_slots.shape[0] * call.state.shape[1] * split
+    return call.new_step and ctas <= ctas_per_sm * _SMS
 
 
 def params_of(call: DeltaStepCall | Mamba2StepCall) -> dict[str, int]:

@@ -95,9 +95,12 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"linear_attention-{name}": sizes for name, sizes in FAMILIES.items()},
     **{f"delta_step-{name}": sizes for name, sizes in SIZES.items() if "odd" not in name},
     "delta_step-weights of float32": {**SIZES["qwen3_next"], "weight_dtype": FP32},
+    "delta_step-new step": {**SIZES["qwen3_next"], "new_step": True},
+    "delta_step-new step, kimi": {**SIZES["kimi"], "new_step": True},
     "delta_step-fp16, states too": {**SIZES["three"], "dtype": FP16, "state_dtype": FP16},
     **{f"mamba2_step-{name}": sizes for name, sizes in MAMBA2_SIZES.items() if "odd" not in name},
     "mamba2_step-weights of float32": {**MAMBA2_SIZES["granite"], "weight_dtype": FP32},
+    "mamba2_step-new step": {**MAMBA2_SIZES["falcon"], "new_step": True},
     "mamba2_step-fp16, states too": {**MAMBA2_SIZES["nemotron"], "dtype": FP16, "state_dtype": FP16},
 }
 
@@ -121,7 +124,7 @@ def on_host(
 @pytest.mark.slow_cases(
     but=(
         *("linear_attention-delta", "linear_attention-kda", "delta_step-qwen3_next", "delta_step-kimi"),
-        *("mamba2_step-granite", "mamba2_step-falcon"),
+        *("mamba2_step-granite", "mamba2_step-falcon", "delta_step-new step", "mamba2_step-new step"),
     )
 )
 @pytest.mark.parametrize("case", CASES)
@@ -207,7 +210,7 @@ def test_no_spills_and_shared_memory_is_what_the_sources_say(name: str, tmp_path
 
 
 @needs_nvcc
-@pytest.mark.slow_cases(but=("delta_step-qwen3_next", "mamba2_step-granite", "mamba2_step-falcon"))
+@pytest.mark.slow_cases(but=("delta_step-new step", "mamba2_step-granite", "mamba2_step-new step"))
 @pytest.mark.parametrize("case", [case for case in CASES if "step-" in case])
 def test_whole_steps_have_no_spills_and_the_shared_memory_of_their_sources(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

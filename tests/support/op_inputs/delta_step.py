@@ -55,6 +55,7 @@ def make_delta_step_inputs(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
+    new_step: bool = False,
     seed: int = 0,
     num_slots: int = 9,
 ) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def make_delta_step_inputs(
         "bound": bound,
         "activation": "sigmoid" if by_key else "silu",
         "eps": 1e-5,
+        "new_step": new_step,
     }
 
 

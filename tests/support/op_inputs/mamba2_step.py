@@ -39,6 +39,7 @@ def make_mamba2_step_inputs(
     state_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
     semaphore: bool = True,
+    new_step: bool = False,
     seed: int = 0,
     num_slots: int = 9,
 ) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def make_mamba2_step_inputs(
         "min_step": limits[0],
         "max_step": limits[1],
         "semaphore": torch.zeros(count, dtype=torch.int32) if semaphore else None,
+        "new_step": new_step,
     }
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchpaged.backends import get_backend
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "gpu" in item.keywords and name not in seen and not {"slow", "long"} & set(item.keywords):
             item.add_marker("quick")
             seen.add(name)
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    why = get_backend(request.param).unavailable()
+    if why:
+        pytest.skip(why)
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -35,14 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["cuda", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    why = get_backend(request.param).unavailable()
-    if why:
-        pytest.skip(why)
-    return str(request.param)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -12,7 +12,6 @@ from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, tree_spec
 from test_conformance import no_triton  # noqa: F401
 
 from torchpaged import AttentionMetadata, PagedAttention
-from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import Batch, assert_attention_close, run_paged_attention
 
@@ -26,14 +25,6 @@ LONG = tree_spec(
     padded_tokens=3,
 )
 SPECS = {**TREE_SPECS, LONG.name: LONG}
-
-
-@pytest.fixture(params=["cuda", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    why = get_backend(request.param).unavailable()
-    if why:
-        pytest.skip(why)
-    return str(request.param)
 
 
 def _batch(spec: str, heads: str, **options: Any) -> Batch:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
 from kernels_on_host import assert_no_races, launched_on_host
-from op_inputs.state import LONG_BATCHES, STATE_BATCHES, assert_zeros, make_linear_inputs
+from op_inputs.state import LONG_BATCHES, STATE_BATCHES, assert_zeros, chunks_of, make_linear_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
@@ -70,20 +70,9 @@ def square_of(packed: Tensor) -> Tensor:
 def expected(call: LinearAttentionCall) -> Chunks:
     """What `Chunks` says, token by token; NaN where nothing is to be written."""
     chunks = nothing(call)
-    starts = call.query_start_loc.tolist()
-    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
-        count = end - begin
-        first = min(max(count - int(call.seq_lens[row]), 0), count)
-        if count <= SHORT or not int(call.state_slots[row]):
-            continue
-        for base in range(0, count, CHUNK):
-            low, high = max(base, first), min(base + CHUNK, count)
-            if low >= high:
-                continue
-            tokens = torch.arange(low, high) + begin
-            columns = tokens - begin - base
-            for head in range(call.v.shape[1]):
-                _of_chunk(call, chunks, tokens, columns, head)
+    for tokens, columns, _ in chunks_of(call, CHUNK, SHORT):
+        for head in range(call.v.shape[1]):
+            _of_chunk(call, chunks, tokens, columns, head)
     return chunks
 
 

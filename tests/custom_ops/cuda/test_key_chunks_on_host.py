@@ -1,7 +1,6 @@
 """The CUDA C++ kernel of Kimi delta attention's chunks on the host (state_on_host.h): its own sources,
 launched by its own launcher, against what the chunks' numbers mean, in float64."""
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from cuda_sources import compiled, needs_gxx, needs_nvcc, registers
 from kernels_on_host import assert_no_races, launched_on_host
-from op_inputs.state import LONG_BATCHES, STATE_BATCHES, assert_zeros, make_linear_inputs
+from op_inputs.state import LONG_BATCHES, STATE_BATCHES, assert_zeros, chunks_of, make_linear_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
@@ -45,20 +44,9 @@ def expected(call: LinearAttentionCall) -> Chunks:
     """What `Chunks` says, token by token, in float64; NaN where nothing is to be written."""
     chunks = Chunks(*(None if x is None else x.double() for x in filled(call)))
     chunks = chunks._replace(seen=chunks.left)
-    starts = call.query_start_loc.tolist()
-    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
-        count = end - begin
-        first = min(max(count - int(call.seq_lens[row]), 0), count)
-        if count <= SHORT or not int(call.state_slots[row]):
-            continue
-        for base in range(0, count, CHUNK):
-            low, high = max(base, first), min(base + CHUNK, count)
-            if low >= high:
-                continue
-            tokens = torch.arange(low, high) + begin
-            number = begin // CHUNK + row + base // CHUNK
-            for head in range(call.v.shape[1]):
-                _of_chunk(call, chunks, tokens, tokens - begin - base, number, head)
+    for tokens, columns, number in chunks_of(call, CHUNK, SHORT):
+        for head in range(call.v.shape[1]):
+            _of_chunk(call, chunks, tokens, columns, number, head)
     return chunks
 
 

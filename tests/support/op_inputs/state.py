@@ -1,6 +1,7 @@
 """Batches, runs and the oracle of ``causal_conv`` and ``linear_attention``."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -234,6 +235,18 @@ def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def clone(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same arguments in memory of their own."""
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def chunks_of(call: LinearAttentionCall, chunk: int, short: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Of each chunk of rows of more than ``short`` tokens those tokens that a state sees, their columns in
+    it, and its number among all."""
+    for row, (begin, end) in enumerate(itertools.pairwise(call.query_start_loc.tolist())):
+        count = end - begin
+        first = max(count - int(call.seq_lens[row]), 0)
+        if first < count > short and int(call.state_slots[row]):
+            for base in range(first // chunk * chunk, count, chunk):
+                tokens = torch.arange(max(base, first), min(base + chunk, count)) + begin
+                yield tokens, tokens - begin - base, begin // chunk + row + base // chunk
 
 
 def assert_zeros(call: LinearAttentionCall, live: Tensor, short: int, before: float) -> int:

@@ -54,9 +54,7 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -> None
         launch_kernel(
             copy_blocks_kernel,
             (block_mapping.shape[0], triton.cdiv(size, _PIECE)),
-            Pool.of(cache, None),
-            block_mapping,
-            *block_mapping.stride(),
+            *(Pool.of(cache, None), block_mapping, *block_mapping.stride()),
             NUM_HEADS=num_heads,
             DIM=dim,
             SIZE=size,

@@ -50,9 +50,7 @@ def write_index_keys(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, k_scale: 
     launch_kernel(
         write_index_keys_kernel,
         (k.shape[0],),
-        Tokens.of(k[:, None]),
-        slot_mapping,
-        KeyPool.of(k_cache, k_scale),
+        *(Tokens.of(k[:, None]), slot_mapping, KeyPool.of(k_cache, k_scale)),
         BLOCK_SIZE=k_cache.shape[1],
         WIDTH=k.shape[1],
         WIDTH_PAD=next_power_of_2(k.shape[1]),

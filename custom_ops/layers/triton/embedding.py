@@ -58,11 +58,7 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
         launch_kernel(
             embedding_kernel,
             (tokens,),
-            input_ids,
-            Matrix.of(weight),
-            scale,
-            Matrix.of(out),
-            weight.shape[0],
+            *(input_ids, Matrix.of(weight), scale, Matrix.of(out), weight.shape[0]),
             WIDTH=width,
             WIDTH_PAD=next_power_of_2(width),
             num_warps=num_warps_of(width, weight.element_size()),

@@ -62,9 +62,7 @@ def gate_heads(x: Tensor, gate: Tensor, out: Tensor) -> None:
     launch_kernel(
         gate_heads_kernel,
         (num_tokens, triton.cdiv(num_heads, tile)),
-        Tokens.of(x),
-        Tokens.of(gate),
-        Tokens.of(out),
+        *(Tokens.of(x), Tokens.of(gate), Tokens.of(out)),
         HEADS=num_heads,
         WIDTH=width,
         WIDTH_PAD=padded,

@@ -62,11 +62,7 @@ def launch(call: NormCall) -> None:
         launch_kernel(
             rms_norm_kernel,
             (tokens,),
-            Matrix.of(x),
-            weight,
-            *map(Matrix.of, (out, residual, post_residual)),
-            eps,
-            offset,
+            *(Matrix.of(x), weight, *map(Matrix.of, (out, residual, post_residual)), eps, offset),
             WIDTH=width,
             WIDTH_PAD=next_power_of_2(width),
             num_warps=num_warps_of(width),

@@ -80,10 +80,7 @@ def up_project_values(latents: Tensor, up_values: Tensor, out: Tensor) -> None:
     launch_kernel(
         up_project_values_kernel,
         (num_heads * -(-width // rows),),
-        Tokens.of(latents),
-        Tokens.of(up_values),
-        Tokens.of(out),
-        num_tokens,
+        *(Tokens.of(latents), Tokens.of(up_values), Tokens.of(out), num_tokens),
         SIZES=ValueSizes(rank=rank, rank_pad=rank_pad, width=width, rows=rows, tokens=16),
         num_warps=4,
         **early_launch(latents.device),

@@ -86,9 +86,7 @@ def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Ten
     launch_kernel(
         write_fp8_kernel,
         (kv_c.shape[0],),
-        Tokens.of(kv_c[:, None]),
-        Tokens.of(k_pe[:, None]),
-        slot_mapping.contiguous(),
+        *(Tokens.of(kv_c[:, None]), Tokens.of(k_pe[:, None]), slot_mapping.contiguous()),
         KeyPool.of(kv_cache, None),
         BLOCK_SIZE=kv_cache.shape[1],
         RANK=rank,

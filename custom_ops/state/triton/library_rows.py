@@ -142,10 +142,8 @@ def _rows(call: LinearAttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Library
         library_rows_kernel,
         (num_tokens // TILE.value + num_reqs, copies + 1),
         *(num_reqs, num_tokens, *map(Tokens.of, (call.q, call.k, call.v))),
-        *map(Matrix.of, (call.g, call.beta)),
-        Batch(call.state_slots, call.seq_lens, call.query_start_loc),
-        Tokens.of(call.out),
-        rows,
+        *(*map(Matrix.of, (call.g, call.beta)), Batch(call.state_slots, call.seq_lens, call.query_start_loc)),
+        *(Tokens.of(call.out), rows),
         SIZES=LibrarySizes(key_heads, num_heads, heads_pad, copies, *widths, call.normalize),
         num_warps=4,
     )

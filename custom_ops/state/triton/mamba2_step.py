@@ -68,10 +68,7 @@ def run_parts(call: Mamba2StepCall, attention: Callable[[LinearAttentionCall], N
     launch_kernel(
         skip_and_gate_kernel,
         (num_tokens, triton.cdiv(num_heads * width, tile)),
-        Tokens.of(attended.out),
-        Tokens.of(attended.v),
-        call.skip_weight,
-        Tokens.of(call.gate),
+        *(Tokens.of(attended.out), Tokens.of(attended.v), call.skip_weight, Tokens.of(call.gate)),
         Tokens.of(call.out),
         NUMBERS=num_heads * width,
         WIDTH=width,

@@ -50,10 +50,7 @@ def advance_step(call: AdvanceCall) -> None:
         launch_kernel(
             advance_step_kernel,
             (triton.cdiv(num_reqs, _ROWS),),
-            *call[:6],
-            num_reqs,
-            table.shape[1] * block_size,
-            table.stride(0),
+            *(*call[:6], num_reqs, table.shape[1] * block_size, table.stride(0)),
             BLOCK_SIZE=block_size,
             ROWS=_ROWS,
         )

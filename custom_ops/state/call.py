@@ -157,6 +157,7 @@ class Mamba2StepCall(NamedTuple):
     max_step: float | None = None
     semaphore: Tensor | None = None
     new_step: bool = False
+    beside: bool = False
 
     @property
     def num_groups(self) -> int:

@@ -64,12 +64,13 @@ SCHEMAS = {
     # queries are in x's dtype, all else in float32. x [T, channels]: values v of all heads, keys and queries
     # of all groups, side by side; dt [T, num_heads], delta_gates' a; skip_weight [num_heads] in x's dtype or
     # float32; gate, out [T, num_heads, value_dim] in x's dtype; semaphore: int32 zeros, at least B * groups,
-    # zeros again afterwards; calls that may overlap need their own; new_step: delta_step's. The others: as
-    # those of the three.
+    # zeros again afterwards; calls that may overlap need their own; new_step: delta_step's; beside: promises
+    # that a paged_attention stands right in front, which shares no memory with this call but what both read;
+    # it may then run while that one does, and changes no result. The others: as those of the three.
     "mamba2_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor dt, Tensor a_log,
         Tensor dt_bias, Tensor(b!) state, Tensor skip_weight, {_BATCH}, Tensor(c!) out, Tensor? bias=None, *,
         Tensor? gate=None, float min_step=0., float? max_step=None, Tensor(d!)? semaphore=None,
-        bool new_step=False) -> ()""",
+        bool new_step=False, bool beside=False) -> ()""",
     # Mamba 1's selective scan, whose channels are heads of one value: step = softplus(dt + dt_bias), then
     # linear_attention with q = c, k = b, v = x, beta = step and g = -exp(a_log) step, and out = (y +
     # skip_weight x) silu(gate), without gate y + skip_weight x. Between these all is in float32, float64 over

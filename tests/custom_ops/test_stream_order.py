@@ -468,7 +468,7 @@ def test_steps_of_states_ptx(tmp_path: Path, op: str, new_step: bool) -> None:
     sizes = {
         "delta_step": StepSpec(128, 64, 16, 1, 2, 16, *(False,) * 3, 4, False, True, *(False,) * 3, new_step),
         "mamba2_step": Mamba2StepSpec(
-            128, 64, 48, 48, 1, 4, False, True, *(False,) * 3, gated=True, new_step=new_step
+            128, 64, 48, 48, 1, 4, False, True, *(False,) * 3, gated=True, new_step=new_step, beside=False
         ),
     }
     ptx, _ = compiled(tmp_path, f"{op}.cu", sizes[op].config(), "ptx")
@@ -476,6 +476,23 @@ def test_steps_of_states_ptx(tmp_path: Path, op: str, new_step: bool) -> None:
     loads = [at.start() for at in re.finditer(r"ld\.global\.cg\.v4\.u32", ptx)]
     wait = ptx.index("griddepcontrol.wait")
     assert {load < wait for load in loads} == {new_step}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("case", ["cuda, on Hopper", "beside the attention in front of it"])
+def test_mamba2_step_ptx(tmp_path: Path, case: str) -> None:
+    from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepSpec
+
+    expected = row("mamba2_step", "mamba2_step", case)
+    beside = expected.waits == "last"
+    flags = {"half": False, "state_float": True, "gated": True, "new_step": False, "beside": beside}
+    of_float = dict.fromkeys(("a_log_float", "dt_bias_float", "skip_float"), False)
+    spec = Mamba2StepSpec(256, 64, 48, 48, 1, 4, **flags, **of_float, min_ctas=2)
+    ptx, _ = compiled(tmp_path, "mamba2_step.cu", spec.config(), "ptx")
+    steps = order(ptx)
+    assert not complaints(expected, steps)
+    assert ("store" in steps[: steps.index("wait")]) == beside
+    assert ("ld.acquire.gpu" in ptx) == beside
 
 
 @needs_nvcc

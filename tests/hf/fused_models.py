@@ -127,7 +127,7 @@ FAMILIES = {
         others=(0, 0),
     ),
     "falcon_h1": Known(  # without a norm of the state's output
-        mixers=([*MAMBA2, *ATTENTION[1:]],), others=(0,), rest=4
+        mixers=([*ATTENTION[:3], *MAMBA2[1:], "linear"],), others=(0,), rest=4
     ),
     "falcon_multiplied": Known(
         options={
@@ -140,7 +140,7 @@ FAMILIES = {
             "mamba_rms_norm": True,
             "mamba_n_groups": 2,
         },
-        mixers=([*MAMBA2_GROUPS, *ATTENTION[1:]],),
+        mixers=([*ATTENTION[:3], *MAMBA2_GROUPS[1:], "linear"],),
         others=(0,),
         rest=4,
     ),

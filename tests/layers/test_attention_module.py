@@ -137,7 +137,7 @@ def test_one_compile_for_all_batches_and_lengths_and_no_copy_of_a_pool() -> None
 
 
 def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number per request and kv head, never an inference tensor; a layer of more kv heads gets a longer
+    """Two numbers per request and kv head, never an inference tensor; a layer of more kv heads gets a longer
     one, and the first stays."""
     seen: list[Tensor | None] = []
     with torch.inference_mode():
@@ -153,13 +153,13 @@ def test_layers_of_one_session_share_one_semaphore(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         model(torch.randn(3, HEADS * DIM), list(cache()), metadata([1, 2], [9, 5]))
     (semaphore,) = session.tensors().values()
-    assert semaphore.shape == (8 * KV_HEADS,)
+    assert semaphore.shape == (16 * KV_HEADS,)
     assert semaphore.dtype == torch.int32
     assert not semaphore.any()
     assert not semaphore.is_inference()
     assert [x is semaphore for x in seen] == [True] * 3
     PagedAttention(HEADS, DIM, HEADS, session=session)
-    assert [x.shape[0] for x in session.tensors().values()] == [8 * KV_HEADS, 8 * HEADS]
+    assert [x.shape[0] for x in session.tensors().values()] == [16 * KV_HEADS, 16 * HEADS]
     assert model.layers[0].attention._workspace["semaphore"] is semaphore
     for x in session.tensors().values():
         x[1] = 3

@@ -307,6 +307,15 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             case="a new step",
             why="what writes seq_lens stands between two steps",
         ),
+        Launch(
+            "mamba2_step.cu:mamba2_step",
+            ("conv_state", "state", "out"),
+            "start",
+            ALL,
+            waits="last",
+            case="cuda, beside the attention in front of it",
+            why="begins when each CTA of that one has waited for all that is ahead of both",
+        ),
         Launch("mamba2_step.py:skip_and_gate_kernel", ("out",), "wait", case="its last part elsewhere"),
     ),
     "selective_scan": (),  # what it launches is linear_attention's

@@ -35,7 +35,8 @@ def make_semaphore(count: int, device: torch.device | str) -> Tensor:
 
 
 class SemaphoreSession(Session):
-    """A session whose layers share one semaphore, a number per request and kv head."""
+    """A session whose layers share one semaphore, two numbers per request and kv head: attention counts in
+    the first half, what runs beside it in the second."""
 
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
         self._max_num_reqs = self.limits.max_num_reqs or ASSUMED_MAX_NUM_REQS
@@ -47,10 +48,8 @@ class SemaphoreSession(Session):
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         self._most_heads = max(self._most_heads, spec.num_kv_heads)
-        if not self._semaphores or self._semaphores[-1].shape[0] < self._max_num_reqs * spec.num_kv_heads:
-            self._semaphores.append(
-                make_semaphore(max(self._max_num_reqs * self._most_heads, 2), self.device)
-            )
+        if not self._semaphores or self._semaphores[-1].shape[0] < 2 * self._max_num_reqs * spec.num_kv_heads:
+            self._semaphores.append(make_semaphore(2 * self._max_num_reqs * self._most_heads, self.device))
         return {"semaphore": self._semaphores[-1]}
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:

@@ -147,6 +147,14 @@ class LayerPlan(FusedPart):
         each = iter(parts)
         return [[next(each) for _ in mixer.sizes] for mixer in self.mixers]
 
+    def mix(self, steps: list[Step], parts: list[Sequence[Tensor]]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """See `MixerPlan.mixed`, for each mixer. The last one comes first, attention: the state's step behind
+        it may run beside it."""
+        each = list(zip(self.mixers, steps, parts, strict=True))
+        if len(each) > 1:
+            each = [(mixer, step._replace(reserved=mixer.reserve(step, x)), x) for mixer, step, x in each]
+        return [mixer.mixed(step, x) for mixer, step, x in reversed(each)][::-1]
+
     def _normed(self, ops: BackendOps, x: Tensor, norm: Any, **options: Any) -> Tensor:
         return normed(ops, x, norm, self.architecture.norm_offset, **options)
 
@@ -228,6 +236,7 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     ops, x = plan.begin(cached, hidden_states), hidden_states.reshape(-1, width)
     names = ("position_ids", "position_embeddings", "attention_mask")
     given = (rows, *(kwargs.pop(name, None) for name in names), kwargs)
+    steps = [Step(ops, each, *given) for each in cached[: len(plan.mixers)]]
     parts: list[Sequence[Tensor]] = []
     if plan.mixers:
         parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
@@ -237,8 +246,8 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     if keep is not None:
         x, shape = x[keep], [1, keep.shape[0]]
     goes_on = keep is None or keep.shape[0] > 0
-    for number, mixer in enumerate(plan.mixers):
-        mixed, norm = mixer.mixed(Step(ops, cached[number], *given), parts[number])
+    for number, (mixed, norm) in enumerate(plan.mix(steps, parts)):
+        mixer = plan.mixers[number]
         if not isinstance(cache, LayerCache):
             cached[number].complete()
         if keep is not None:

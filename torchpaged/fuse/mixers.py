@@ -35,7 +35,8 @@ class Step(NamedTuple):
 
     ``ops``: the backend's. ``cached``: the layer of the cache. ``shape``: ``(batch, query_len)``.
     ``position_ids``, ``rotary``, ``mask``, ``options``: what the layer was given, positions where it rotates;
-    ``rotary``: cosines and sines, or the module that computes them, or None.
+    ``rotary``: cosines and sines, or the module that computes them, or None. ``reserved``: what
+    `MixerPlan.reserve` gave, of a mixer that runs behind another over the same input.
     """
 
     ops: BackendOps
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     rotary: Any
     mask: Tensor | None
     options: dict[str, Any]
+    reserved: Any = None
 
 
 def linear(ops: BackendOps, x: Tensor, layer: Any, width: int | None = None, **options: Any) -> Tensor:
@@ -107,6 +109,11 @@ class MixerPlan:
         """Before the first op of a step over ``hidden_states [batch, query_len, *]``: pools and a backend are
         made where there are none. The ops."""
         raise NotImplementedError
+
+    def reserve(self, step: Step, parts: Sequence[Tensor]) -> Any:
+        """Before the layer's other mixers run: what `mixed` needs to run beside them, such as memory that
+        they do not use."""
+        return None
 
     def mix(self, step: Step, parts: Sequence[Tensor]) -> Tensor:
         """What the tokens are mixed to, ``[T, *]``, before ``output``; writes to the cache. ``parts``: what

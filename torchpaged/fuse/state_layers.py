@@ -23,6 +23,7 @@ from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.mixers import MixerPlan, Step, linear
 from torchpaged.hf.packed_mixers import packed_state
 from torchpaged.hf.packed_state import PackedState
+from torchpaged.metadata import AttentionMetadata
 
 
 class StatePlan(MixerPlan):
@@ -202,6 +203,17 @@ class Mamba2Plan(StatePlan):
         whole = self.norm_size == mixer.intermediate_size and self.gate_first
         self.leaves_norm = whole and self.fuses_norms
 
+    def reserve(self, step: Step, parts: Sequence[Tensor]) -> tuple[AttentionMetadata, Tensor | None]:
+        """See `MixerPlan`: the rows, and of a step that runs as a whole its ``out``, which then shares no
+        memory with what attention reads."""
+        (whole,) = parts
+        rows = step.cached.begin(
+            whole.unflatten(0, step.shape), self.conv.weight.shape[2], self.mixer.conv_dim
+        )
+        takes = self.mixer.activation == "silu" and rows.max_query_len == 1 and step.cached.takes_whole_steps
+        heads, _, head_dim = self.sizes_of_state
+        return rows, whole.new_empty(whole.shape[0], heads, head_dim) if takes else None
+
     def mixed(self, step: Step, parts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """See `MixerPlan`."""
         mixer, cached, groups = self.mixer, step.cached, self.mixer.n_groups
@@ -209,13 +221,15 @@ class Mamba2Plan(StatePlan):
         (whole,) = parts
         gate, mixed, dt = whole.split([mixer.intermediate_size, mixer.conv_dim, num_heads], dim=-1)
         x = mixed.unflatten(0, step.shape)
-        rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
-        if mixer.activation == "silu" and rows.max_query_len == 1 and cached.takes_whole_steps:
-            options: dict[str, Any] = {**self.limits}
+        rows, out = step.reserved or self.reserve(step, parts)
+        if out is not None:
+            # compiled code chooses memory by itself
+            beside = step.reserved is not None and not torch.compiler.is_compiling()
+            options: dict[str, Any] = {**self.limits, "beside": beside}
             if self.leaves_norm or not self.norm_size:
                 options["gate"] = gate.unflatten(-1, (num_heads, head_dim))
-            given = self.conv, (dt, mixer.A_log, mixer.dt_bias), mixer.D, self.sizes_of_state, groups
-            out: Tensor = cached.mamba2_step(rows, mixed, *given, **options)
+            given = self.conv, (dt, mixer.A_log, mixer.dt_bias), mixer.D, self.sizes_of_state, groups, out
+            cached.mamba2_step(rows, mixed, *given, **options)
             if self.leaves_norm:
                 return out.flatten(1), {"norm_weight": self.norm_weight, "norm_eps": self.norm_eps}
             return self._normed(step, out, gate) if self.norm_size else out.flatten(1), {}
@@ -223,11 +237,11 @@ class Mamba2Plan(StatePlan):
         v, k, q = mixed.split([mixer.intermediate_size, groups * width, groups * width], dim=-1)
         v, k, q = (each.unflatten(-1, (-1, n)) for each, n in ((v, head_dim), (k, width), (q, width)))
         g, beta = self.gates(step, dt[:, None], None, mixer.A_log, mixer.dt_bias, **self.limits)
-        out = cached.attend(q, k, v, g, beta, scale=1.0, delta_rule=False).flatten(0, 1)
+        made = cached.attend(q, k, v, g, beta, scale=1.0, delta_rule=False).flatten(0, 1)
         skip = v.flatten(0, 1)
         if not self.norm_size:
-            return torch.addcmul(out, skip, mixer.D[:, None].to(out.dtype)).flatten(1) * silu(gate), {}
-        return self._normed(step, out, gate, skip=skip, skip_weight=mixer.D), {}
+            return torch.addcmul(made, skip, mixer.D[:, None].to(made.dtype)).flatten(1) * silu(gate), {}
+        return self._normed(step, made, gate, skip=skip, skip_weight=mixer.D), {}
 
     def _normed(self, step: Step, x: Tensor, gate: Tensor, **options: Any) -> Tensor:
         x = x.view(x.shape[0], -1, self.norm_size)

@@ -170,20 +170,22 @@ class PackedState(StatePools):
         skip_weight: Tensor,
         sizes: tuple[int, int, int],
         groups: int,
+        out: Tensor,
+        beside: bool,
         **options: Any,
-    ) -> Tensor:
-        """The op ``mamba2_step`` over ``x [T, channels]`` of a step that `begin` gave; ``[T, num_heads,
-        value_dim]``. ``steps``: dt, a_log and dt_bias. ``sizes``: heads, key_dim and value_dim; ``groups`` of
-        heads."""
+    ) -> None:
+        """The op ``mamba2_step`` over ``x [T, channels]`` of a step that `begin` gave. ``steps``: dt, a_log
+        and dt_bias. ``sizes``: heads, key_dim and value_dim; ``groups`` of heads; ``out [T, num_heads,
+        value_dim]``. ``beside``: the op's."""
         (inputs, state), rows = self._of_step(step, x, sizes)
         weight, bias = _of_conv(conv, x)
-        out, semaphore = x.new_empty(x.shape[0], sizes[0], sizes[2]), self.cache.backend.semaphore
-        most = self.cache.backend.limits.max_num_reqs
-        if semaphore is not None and (most is None or most * groups > semaphore.shape[0]):
-            semaphore = None
-        options |= {"semaphore": semaphore, "new_step": True}
+        semaphore, most = self.cache.backend.semaphore, self.cache.backend.limits.max_num_reqs
+        if semaphore is None or most is None or 2 * most * groups > semaphore.shape[0]:
+            semaphore, beside = None, False  # zeros are made right in front, behind attention
+        elif beside:  # attention counts in the first half meanwhile
+            semaphore = semaphore[semaphore.shape[0] // 2 :]
+        options |= {"semaphore": semaphore, "new_step": True, "beside": beside}
         self._ops.mamba2_step(x, weight, inputs, *steps, state, skip_weight, *rows, out, bias, **options)
-        return out
 
     def _of_step(
         self, step: AttentionMetadata, x: Tensor, sizes: tuple[int, int, int]

@@ -20,6 +20,13 @@ constexpr int NUM_GROUPS = NUM_HEADS / GROUP;
 // of the CTAs that share key and query
 constexpr int IS_LAST_AT = PRODUCTS_AT + PARTS * (int)sizeof(Products);
 
+// BESIDE an attention over other projections of the same product: attention lets this kernel begin when each
+// of its CTAs has waited for all that is ahead of both, so that no CTA waits here. Kernels behind wait for
+// this launch alone: its first CTA waits for attention at its end.
+__device__ __forceinline__ void wait_for_attention() {
+  if (BESIDE && blockIdx.x == 0) griddepcontrol_wait();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     mamba2_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
@@ -64,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     load_past();
     held.fetch(row.kept);
   }
-  griddepcontrol_wait();
+  if constexpr (BESIDE) load_and_forget_l1(p.starts);  // ahead of every plain load of what kernels wrote
+  else griddepcontrol_wait();
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + first + thread;
@@ -72,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     for (int i = 0; i < end; ++i)
       if (i < row.first || i >= row.count) store_out(p.out, (row.begin + (i64)i) * p.out_token + out, 0.f);
   }
-  if (row.slot == 0) return;  // all CTAs of the row
+  if (row.slot == 0) return wait_for_attention();  // all CTAs of the row
   const i64 token = row.begin + (i64)row.first;
 
   if constexpr (!NEW_STEP) load_past();
@@ -136,4 +144,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   }
   update_rows(held, memory, decay, 0, group, chunk);
   held.put_back();
+  wait_for_attention();
 }

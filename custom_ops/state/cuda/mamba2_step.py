@@ -42,6 +42,7 @@ class Mamba2StepSpec(NamedTuple):
     skip_float: bool
     gated: bool
     new_step: bool
+    beside: bool
     threads: int = 256
     min_ctas: int = 3
 
@@ -68,7 +69,8 @@ class Mamba2StepSpec(NamedTuple):
             dt_bias,
             skip,
             call.gate is not None,
-            comes_early(call, split, min_ctas),
+            comes_early(call, split, min_ctas) and not call.beside,
+            call.beside,
             min_ctas=min_ctas,
         )
 

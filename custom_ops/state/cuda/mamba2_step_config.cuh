@@ -15,5 +15,6 @@ inline constexpr bool DT_BIAS_FLOAT = false;   // dt_bias is float32, else of x'
 inline constexpr bool SKIP_FLOAT = false;      // skip_weight is float32, else of x's dtype
 inline constexpr bool GATED = true;            // out is gated
 inline constexpr bool NEW_STEP = false;        // states come ahead of the wait
+inline constexpr bool BESIDE = false;          // it runs beside the attention in front of it
 inline constexpr int THREADS = 256;            // of a CTA
 inline constexpr int MIN_CTAS = 3;             // CTAs of a multiprocessor that registers must be there for

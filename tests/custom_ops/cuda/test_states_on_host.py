@@ -99,6 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     "delta_step-new step, kimi": {**SIZES["kimi"], "new_step": True},
     "delta_step-fp16, states too": {**SIZES["three"], "dtype": FP16, "state_dtype": FP16},
     **{f"mamba2_step-{name}": sizes for name, sizes in MAMBA2_SIZES.items() if "odd" not in name},
+    "mamba2_step-beside attention": {**MAMBA2_SIZES["falcon"], "beside": True},
     "mamba2_step-weights of float32": {**MAMBA2_SIZES["granite"], "weight_dtype": FP32},
     "mamba2_step-new step": {**MAMBA2_SIZES["falcon"], "new_step": True},
     "mamba2_step-fp16, states too": {**MAMBA2_SIZES["nemotron"], "dtype": FP16, "state_dtype": FP16},

@@ -40,6 +40,7 @@ def make_mamba2_step_inputs(
     weight_dtype: torch.dtype | None = None,
     semaphore: bool = True,
     new_step: bool = False,
+    beside: bool = False,
     seed: int = 0,
     num_slots: int = 9,
 ) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def make_mamba2_step_inputs(
         "max_step": limits[1],
         "semaphore": torch.zeros(count, dtype=torch.int32) if semaphore else None,
         "new_step": new_step,
+        "beside": beside,
     }
 
 

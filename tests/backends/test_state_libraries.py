@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         **BOTH,
         "by key": ({"by_key": True}, "decay for each"),
         "wide results": ({"out_dtype": torch.float32}, "results of torch.float32"),
-    },
+    }
 }
 
 
@@ -128,10 +128,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(name: str) -> None
         torch.testing.assert_close(inputs[key], x, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "install"),
-    [("flashinfer_gdn", "flashinfer-python>=0.7.4,<0.8")],
-)
+@pytest.mark.parametrize(("name", "install"), [("flashinfer_gdn", "flashinfer-python>=0.7.4,<0.8")])
 def test_a_missing_library_is_refused(name: str, install: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     backend = get_backend(name)

@@ -6,14 +6,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from engine_requests import (
-    EACH,
-    PROMPTS,
-    Letters,
-    assert_unharmed,
-    engine,
-    tokens_of,
-)
+from engine_requests import EACH, PROMPTS, Letters, assert_unharmed, engine, tokens_of
 
 from torchpaged import ArgumentError
 from torchpaged.engine import SamplingParams

@@ -47,11 +47,7 @@ def logits_of(model: Any, others: list[list[int]], late: list[list[int]], **opti
     return seen
 
 
-BATCHES = [
-    (OTHERS[:3], []),
-    (OTHERS[1:2], OTHERS[2:]),
-    ([], OTHERS),
-]
+BATCHES = [(OTHERS[:3], []), (OTHERS[1:2], OTHERS[2:]), ([], OTHERS)]
 
 
 @pytest.mark.parametrize(("others", "late"), BATCHES)

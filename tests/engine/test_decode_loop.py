@@ -59,10 +59,7 @@ def want(model: Any, params: list[SamplingParams]) -> list[tuple[list[int], str]
     assert eager.runner is None
     results = outcomes(eager.generate(prompts(9), params))
     # both ends occur, else the tests below prove less
-    assert {reason for _, reason in results} == {
-        "length",
-        "stop",
-    }
+    assert {reason for _, reason in results} == {"length", "stop"}
     return results
 
 

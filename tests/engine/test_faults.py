@@ -284,10 +284,7 @@ def collected(ids: list[int], events: Any) -> list[RequestOutput]:
         assert not one.finish_reason
         tokens = [] if event.token_id is None else [event.token_id]
         found[event.request_id] = replace(
-            one,
-            token_ids=one.token_ids + tokens,
-            finish_reason=event.finish_reason or "",
-            error=event.error,
+            one, token_ids=one.token_ids + tokens, finish_reason=event.finish_reason or "", error=event.error
         )
     return list(found.values())
 

@@ -59,10 +59,7 @@ def test_tokens_equal_generate(
     assert {o.finish_reason for o in outputs} == {"length"}
     assert free_again(generator)
     stats = generator.stats
-    assert (stats.prompt_tokens, stats.new_tokens) == (
-        sum(map(len, PROMPTS)),
-        100,
-    )
+    assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, PROMPTS)), 100)
     assert 0 < stats.peak_blocks_used <= stats.num_blocks
     assert stats.prefill_tokens + stats.decode_tokens == sum(map(len, PROMPTS)) + 5 * 19
 

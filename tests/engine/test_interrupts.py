@@ -89,12 +89,7 @@ def uninterrupted(model: Any) -> tuple[list[list[int | None]], int]:
     return tokens, interrupt.lines
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "0-1",
-        "1-2",
-    )
-)
+@pytest.mark.slow_cases(but=("0-1", "1-2"))
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("share", range(POINTS // 15))
 def test_no_token_is_lost_or_doubled(

@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_requests import (
-    EACH,
-    ENGINES,
-    PROMPTS,
-    Letters,
-    assert_unharmed,
-    engine,
-    submit_all,
-    tokens_of,
-)
+from engine_requests import EACH, ENGINES, PROMPTS, Letters, assert_unharmed, engine, submit_all, tokens_of
 from interrupt import Interrupt
 
 import torchpaged

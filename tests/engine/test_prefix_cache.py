@@ -294,10 +294,7 @@ def test_why_blocks_are_kept_or_not(model: Any, options: dict[str, Any], reason:
     [
         ({"prefix_cache": 1}, "prefix_cache: expected True, False or 'auto'"),
         ({"prefix_cache": True, "share_prefixes": False}, "prefix_cache: .* with share_prefixes=False"),
-        (
-            {"prefix_cache": True, "rolling": True, "num_checkpoints": 0},
-            "prefix_cache: .* with rolling=True",
-        ),
+        ({"prefix_cache": True, "rolling": True, "num_checkpoints": 0}, "prefix_cache: .* with rolling=True"),
         ({"prefix_cache": True, "batch_invariant": True}, "prefix_cache: .* with batch_invariant=True"),
     ],
     ids=str,

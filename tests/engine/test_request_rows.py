@@ -273,12 +273,7 @@ def test_refusals() -> None:
             rows.write({1: state(), **bad})
     assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())
     # the first would land in the next row's table
-    for place in (
-        (0, rows.max_blocks_per_req, 3),
-        (6, 0, 3),
-        (-1, 0, 3),
-        (0, 0, 0),
-    ):
+    for place in ((0, rows.max_blocks_per_req, 3), (6, 0, 3), (-1, 0, 3), (0, 0, 0)):
         with pytest.raises(ArgumentError, match="blocks"):
             rows.append_blocks([(1, 0, 5), place])
     assert all(torch.equal(tensor, before[name]) for name, tensor in fields(rows).items())

@@ -8,16 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_requests import (
-    EACH,
-    ENGINES,
-    PROMPTS,
-    Letters,
-    assert_unharmed,
-    engine,
-    submit_all,
-    tokens_of,
-)
+from engine_requests import EACH, ENGINES, PROMPTS, Letters, assert_unharmed, engine, submit_all, tokens_of
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import TorchpagedError

@@ -38,10 +38,7 @@ def test_what_was_seen_decides() -> None:
     assert buckets_by_cost(64, step_ms, seen={3: 1e5, 64: 5}) == [3, 64]
     assert buckets_by_cost(64, step_ms, seen={}) == [64]
     assert buckets_by_cost(1, step_ms) == [1]
-    for options, argument in (
-        ({"seen": {65: 1}}, "seen"),
-        ({"seen": {3: -1}}, "seen"),
-    ):
+    for options, argument in (({"seen": {65: 1}}, "seen"), ({"seen": {3: -1}}, "seen")):
         with pytest.raises(ArgumentError, match=argument):
             buckets_by_cost(64, step_ms, **options)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="max_batch_size"):

@@ -141,10 +141,7 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
         )
         cache.crop(removed)
         assert int(cache.get_seq_length()) == kept
-        assert cache.rows.seq_lens.tolist() == [
-            max(kept - 7, 0),
-            kept,
-        ]
+        assert cache.rows.seq_lens.tolist() == [max(kept - 7, 0), kept]
         got = model(
             ids[:, kept:], attention_mask=mask, position_ids=positions[:, kept:], past_key_values=cache
         ).logits

@@ -11,11 +11,7 @@ from families import build
 from models import padded_prompts, tiny
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import (
-    Cache,
-    CompileConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, CompileConfig, PreTrainedModel
 
 from torchpaged.hf import PagedCache
 

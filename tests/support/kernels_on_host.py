@@ -39,10 +39,7 @@ def host_map(address: int, sizes: list[int], strides: list[int], box: list[int])
     """In place of `tensor_map`, of two to four dimensions."""
     sizes, strides, box = sizes + [1] * (4 - len(sizes)), strides + [0] * (3 - len(strides)), [*box, 1, 1]
     made = HostMap(
-        address,
-        (ctypes.c_int * 4)(*sizes),
-        (ctypes.c_int * 3)(*strides),
-        (ctypes.c_int * 4)(*box[:4]),
+        address, (ctypes.c_int * 4)(*sizes), (ctypes.c_int * 3)(*strides), (ctypes.c_int * 4)(*box[:4])
     )
     return Map.from_buffer_copy(ctypes.string_at(ctypes.addressof(made), 128))
 

@@ -19,13 +19,7 @@ from torchpaged.backends import Limits, Route
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_masks import CacheMasks
-from torchpaged.hf.cache_options import (
-    check_options,
-    described,
-    in_one_line,
-    not_of_fp8,
-    why_dense,
-)
+from torchpaged.hf.cache_options import check_options, described, in_one_line, not_of_fp8, why_dense
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend

@@ -17,12 +17,7 @@ from torch import Tensor
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.logits_stage import LogitsStage
-from torchpaged.engine.device.request_state import (
-    FLOATS,
-    INTS,
-    LONGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from torchpaged.engine.device.request_state import FLOATS, INTS, LONGS, MAX_STOP_TOKEN_IDS
 from torchpaged.engine.device.token_rings import LaunchRing
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes

@@ -2,13 +2,14 @@
 
 import copy
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from many_threads import in_threads
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -17,15 +18,13 @@ from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcess
 import torchpaged.hf as hf
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, RequestError, UnsupportedModelError
 
+SHAPE = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256}
+
 
 @pytest.fixture(scope="module")
 def pair(make_llama: Callable[..., Any]) -> Iterator[tuple[Any, Any]]:
     """A model as transformers runs it, and an accelerated one of the same weights."""
-    made = [
-        make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
-        for _ in range(2)
-    ]
-    plain, fast = made
+    plain, fast = made = [make_llama(**SHAPE) for _ in range(2)]
     fast.load_state_dict(plain.state_dict())
     for model in made:
         model.generation_config.pad_token_id = 0
@@ -173,7 +172,7 @@ def test_a_model_that_changed_is_refused(
     make_llama: Callable[..., Any], change: Callable[[Any], Any], name: str
 ) -> None:
     """Its pools and rows were made for what it was."""
-    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    model = make_llama(**SHAPE)
     hf.accelerate(model, max_batch_size=1, max_seq_len=32)
     change(model)
     options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
@@ -262,11 +261,7 @@ def test_the_same_of_a_fused_model(pair: tuple[Any, Any]) -> None:
     calls: list[dict[str, Any]] = [{}, {"no_repeat_ngram_size": 0}, {}, {"no_repeat_ngram_size": 0}]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        threads = [threading.Thread(target=run, kwargs=options) for options in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([partial(run, **options) for options in calls])
     assert len(found) == 4
     for options, got in found:
         want = both(pair, padded([4, 9]), **{"no_repeat_ngram_size": 2, **options})[0]
@@ -347,25 +342,19 @@ def test_a_failing_row_raises_and_the_model_goes_on(
 
 
 def test_threads_get_their_own_tokens(pair: tuple[Any, Any]) -> None:
-    wanted, found = {}, {}
-    for seed in range(3):
-        wanted[seed] = both(pair, padded([3 + seed], seed))[0]
+    wanted, found = [both(pair, padded([3 + seed], seed))[0] for seed in range(3)], {}
 
     def run(seed: int) -> None:
         found[seed] = pair[1].generate(
             **padded([3 + seed], seed), do_sample=False, max_new_tokens=12, eos_token_id=None
         )
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([partial(run, seed) for seed in range(3)])
     assert all(torch.equal(found[seed], wanted[seed]) for seed in range(3))
 
 
 def test_the_model_gets_its_own_generate_back(make_llama: Callable[..., Any]) -> None:
-    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    model = make_llama(**SHAPE)
     with pytest.raises(ArgumentError, match="accelerate\\(\\) was called on"):
         hf.unaccelerate(model)
     assert hf.accelerate(model, max_seq_len=32) is model

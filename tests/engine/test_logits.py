@@ -2,13 +2,14 @@
 probabilities. Tokens are those of transformers with the same logits processors, in every kind of step."""
 
 import copy
-import threading
+import functools
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from engine_requests import Letters
+from many_threads import in_threads
 from model_coverage.architectures import model_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -265,11 +266,7 @@ def test_two_threads(model: Any, alone: Any, options: dict[str, Any]) -> None:
             params = requests()[number::2]
             found[number].append(told(generator.generate(PROMPTS[number::2], params)))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    in_threads([functools.partial(work, number) for number in found])
     assert found == {number: [alone[number::2]] * 3 for number in found}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from engine_requests import tokens_of
+from tiny_models import tiny_model
 
 from torchpaged import ArgumentError, BlockPool
 from torchpaged.cache import LRU, PrefixCache
@@ -305,19 +305,7 @@ def test_wrong_options_are_refused(model: Any, options: dict[str, Any], message:
 
 
 def test_layers_with_a_window_say_why_they_keep_nothing() -> None:
-    config = transformers.Gemma2Config(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=8,
-        max_position_embeddings=256,
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma2ForCausalLM(config).eval()
+    model = tiny_model("Gemma2", head_dim=16, sliding_window=8)
     options: dict[str, Any] = {**SIZES, "prefill_chunk_size": 8, "num_checkpoints": 0}
     found = []
     for asked in ("auto", True, False):

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from engine_requests import interrupt_a_read
 from tiny_models import tiny_model
 
@@ -92,10 +91,7 @@ def test_every_way_gives_eager_tokens(name: str, way: str, want: dict[str, list[
 
 def test_memory_does_not_depend_on_the_requests_length() -> None:
     """10,240 tokens: the blocks in use and the pools' bytes are those of short requests."""
-    long = {"max_position_embeddings": 10_300}
-    config = transformers.MistralConfig(**{**COMMON, **long, "num_hidden_layers": 1})
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(config).eval()
+    model = tiny_model("Mistral", **COMMON | {"max_position_embeddings": 10_300, "num_hidden_layers": 1})
     options: dict[str, Any] = {"max_batch_size": 1, "prefill_chunk_size": 512, "num_checkpoints": 0}
     short = Generator(model, max_seq_len=1024, **options)
     generator = Generator(model, max_seq_len=10_300, **options)
@@ -253,9 +249,8 @@ def test_memory_budgets_and_refusals() -> None:
 
 def test_a_window_that_no_mask_has_is_refused() -> None:
     """Such a model's forwards see every token, and its caches drop them."""
-    config = transformers.LlamaConfig(**COMMON)
     with pytest.raises(UnsupportedModelError, match=r"a window of \[8\] tokens.*no mask of a window"):
-        Generator(transformers.LlamaForCausalLM(config), **SIZES)
+        Generator(tiny_model("Llama", **COMMON), **SIZES)
 
 
 def test_requests_that_share_blocks_keep_all_tokens_or_copies_of_rings() -> None:

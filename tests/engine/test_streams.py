@@ -4,11 +4,13 @@ import dataclasses
 import gc
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_requests import EACH, ENGINES, PROMPTS, Letters, assert_unharmed, engine, submit_all, tokens_of
+from many_threads import in_threads
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import TorchpagedError
@@ -122,7 +124,7 @@ def test_a_request_that_has_ended_is_not_cancelled(
 
 def test_a_stream_and_steps_of_two_threads_give_each_event_once(faulty: Any, want: list[list[int]]) -> None:
     """One thread streams over all, two others step: the first to come has an event, and no other."""
-    generator, wrong = engine(faulty, steps_per_launch=3), []
+    generator = engine(faulty, steps_per_launch=3)
     seen: dict[int, list[int | None]] = {}
     ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 1, 2, 3) * 6]
 
@@ -131,24 +133,15 @@ def test_a_stream_and_steps_of_two_threads_give_each_event_once(faulty: Any, wan
             seen.setdefault(event.request_id, []).append(event.token_id)
 
     def steps() -> None:
-        try:
-            while generator.has_unfinished:
-                take(generator.step())
-        except BaseException as error:
-            wrong.append(error)
+        while generator.has_unfinished:
+            take(generator.step())
 
-    threads = [threading.Thread(target=steps) for _ in range(2)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for thread in threads:
-            thread.start()
-        take(generator.stream())
-        for thread in threads:
-            thread.join(60)
+        in_threads([steps, steps, lambda: take(generator.stream())])
     finally:
         sys.setswitchinterval(before)
-    assert not wrong
     assert {request: sorted(tokens) for request, tokens in seen.items()} == {  # type: ignore[type-var]
         request: sorted(want[i]) for request, i in zip(ids, (0, 1, 2, 3) * 6, strict=True)
     }
@@ -271,31 +264,21 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
 def test_five_threads_on_one_generator(faulty: Any, want: list[list[int]]) -> None:
     """Some with generate(), some with streams of their own, one that fails all the time, and several at once
     in a batch."""
-    generator, wrong, most = engine(faulty, steps_per_launch=2), [], [0]
+    generator = engine(faulty, steps_per_launch=2)
 
     def work(number: int) -> None:
-        try:
-            for turn in range(4):
-                i = (number + turn) % 4
-                if number == 0:
-                    with pytest.raises(ArgumentError):
-                        generator.submit([1000])
-                elif number % 2:
-                    assert tokens_of(generator.generate([PROMPTS[i]], EACH[i])) == [want[i]]
-                else:
-                    request = generator.submit(PROMPTS[i], EACH[i])
-                    assert [event.token_id for event in generator.stream([request])] == want[i]
-                most[0] = max(most[0], len(generator.scheduler.running))
-        except BaseException as error:
-            wrong.append(error)
+        for turn in range(4):
+            i = (number + turn) % 4
+            if number == 0:
+                with pytest.raises(ArgumentError):
+                    generator.submit([1000])
+            elif number % 2:
+                assert tokens_of(generator.generate([PROMPTS[i]], EACH[i])) == [want[i]]
+            else:
+                request = generator.submit(PROMPTS[i], EACH[i])
+                assert [event.token_id for event in generator.stream([request])] == want[i]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert not wrong
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads([partial(work, number) for number in range(5)])
     assert_unharmed(generator, want)
 
 

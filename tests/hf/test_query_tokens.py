@@ -102,7 +102,8 @@ def test_an_encoders_keys_are_context(query_len: int) -> None:
         want = model(**inputs).logits
         model.set_attn_implementation("torchpaged")
         cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 32) for _ in range(2)))
-        torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, want)
+        got = model(**inputs, past_key_values=cache).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     cache = EncoderDecoderCache(*(PagedCache(model.config, 2, 32) for _ in range(2)))
     assert written(model, cache, **inputs) == [(2 * query_len, False), (40, False)] * 2
 
@@ -203,18 +204,8 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
             if not crosses:
                 cache.update(states, states, index)
             step, out = cache.metadata_of(layer, 2, 9), torch.empty_like(q)
-            cache.backend.ops.paged_attention(
-                q,
-                k,
-                v,
-                step.block_table,
-                step.seq_lens,
-                step.query_start_loc,
-                out,
-                None,
-                max_query_len=9,
-                scale=0.25,
-            )
+            batch = step.block_table, step.seq_lens, step.query_start_loc
+            cache.backend.ops.paged_attention(q, k, v, *batch, out, None, max_query_len=9, scale=0.25)
             outs.append(out)
         return outs
 
@@ -223,18 +214,8 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
         starts = torch.tensor([0, 9, 18], dtype=torch.int32)
         for out, (_, k, v) in zip(got, pools, strict=True):
             want = torch.empty_like(q)
-            cache.backend.ops.paged_attention(
-                q,
-                k,
-                v,
-                cache.rows.block_table,
-                cache.rows.seq_lens,
-                starts,
-                want,
-                None,
-                max_query_len=9,
-                scale=0.25,
-            )
+            batch = cache.rows.block_table, cache.rows.seq_lens, starts
+            cache.backend.ops.paged_attention(q, k, v, *batch, want, None, max_query_len=9, scale=0.25)
             torch.testing.assert_close(out, want)
     code = "\n".join(codes)
     calls = re.findall(

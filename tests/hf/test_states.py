@@ -3,11 +3,11 @@ that others left, rows that move, and what is refused."""
 
 import copy
 import functools
-import threading
 from typing import Any
 
 import pytest
 import torch
+from many_threads import in_threads
 from model_coverage.architectures import model_of
 from model_coverage.checks import compiling
 from model_coverage.hybrids import HYBRIDS, UNSERVED, poison, unserved
@@ -19,7 +19,6 @@ from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach, fuse, paged
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
-from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 
 GREEDY: dict[str, Any] = {
@@ -72,10 +71,6 @@ def cached(model: PreTrainedModel, **options: Any) -> PagedCache:
     return PagedCache(model.config, 6, 48, block_size=4, **options)
 
 
-def states_of(cache: PagedCache) -> list[PackedState]:
-    return cache.states
-
-
 @pytest.mark.slow_cases(but=("qwen3_next-*", "bamba-beams", "bamba-chunks*", "lfm2-*", "nemotron_h-greedy"))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -89,8 +84,8 @@ def test_every_way_gives_eager_tokens(name: str, way: str) -> None:
         for _ in range(2):
             got = model.generate(**prompts(), **GREEDY, **WAYS[way], past_key_values=cache)
             assert torch.equal(got, want)
-            assert states_of(cache)
-            poison(states_of(cache))
+            assert cache.states
+            poison(cache.states)
             cache.reset()
 
 
@@ -130,11 +125,11 @@ def test_no_token_is_taken_back(name: str) -> None:
     cache, ids = cached(model), prompts(padding=0)["input_ids"]
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        before = [x.clone() for x in states_of(cache)[0].pools if x is not None]
+        before = [x.clone() for x in cache.states[0].pools if x is not None]
         cache.crop(0)
         with pytest.raises(UnsupportedModelError, match=rf"^{name}: layer 0 keeps a state.*crop"):
             cache.crop(-2)
-        now = [x for x in states_of(cache)[0].pools if x is not None]
+        now = [x for x in cache.states[0].pools if x is not None]
         assert all(map(torch.equal, now, before))
         assert not cache.is_croppable
         cache.activate_past_recording()
@@ -169,7 +164,7 @@ def test_tokens_of_the_last_forward_are_taken_back(name: str) -> None:
             cache, plain = cached(model), cached(model)
             for one in (cache, plain):
                 model(**call, past_key_values=one)
-                poison(states_of(one), but=(1, 2))
+                poison(one.states, but=(1, 2))
             cache.activate_past_recording()
             kept = 5 - count
             for start in (0, kept):
@@ -245,11 +240,11 @@ def test_other_rows_change_no_state() -> None:
     cache, ids = cached(model), prompts(padding=0)["input_ids"]
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        before = [layer.pools.state.clone() for layer in states_of(cache)]
+        before = [layer.pools.state.clone() for layer in cache.states]
         for rows in (1, 3):
             with pytest.raises(ArgumentError, match=r"input_ids: expected 2 rows"):
                 model(torch.ones(rows, 1, dtype=torch.int64), past_key_values=cache)
-    for layer, kept in zip(states_of(cache), before, strict=True):
+    for layer, kept in zip(cache.states, before, strict=True):
         assert torch.equal(layer.pools.state, kept)
 
 
@@ -260,11 +255,7 @@ def test_two_threads_with_a_cache_each() -> None:
     def run(rows: int) -> None:
         found[rows] = model.generate(**prompts(rows), **GREEDY, past_key_values=cached(model))
 
-    threads = [threading.Thread(target=run, args=(rows,)) for rows in (2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([functools.partial(run, rows) for rows in (2, 3)])
     assert all(torch.equal(found[rows], eager("lfm2", rows=rows)) for rows in (2, 3))
 
 
@@ -274,10 +265,10 @@ def test_memory_is_that_of_the_rows() -> None:
     cache = cached(model)
     assert cache.describe().endswith("3 layers with a state per row, made with the first tokens")
     model.generate(**prompts(), **GREEDY, past_key_values=cache)
-    assert {layer.pools.state.shape[0] for layer in states_of(cache)} == {7}
-    assert {layer.pools.state.dtype for layer in states_of(cache)} == {torch.float32}
-    size = sum(x.nbytes for layer in states_of(cache) for x in layer.pools)
-    assert sum(layer.num_bytes for layer in states_of(cache)) == size
+    assert {layer.pools.state.shape[0] for layer in cache.states} == {7}
+    assert {layer.pools.state.dtype for layer in cache.states} == {torch.float32}
+    size = sum(x.nbytes for layer in cache.states for x in layer.pools)
+    assert sum(layer.num_bytes for layer in cache.states) == size
     assert cache.describe().endswith(f"3 layers with a state per row, {size / 1024:.2f} KiB")
 
 
@@ -308,7 +299,7 @@ def test_convolutions_that_the_op_does_not_take(name: str) -> None:
         cache = cached(model)
         got = model.generate(**prompts(), **GREEDY, past_key_values=cache)
     assert torch.equal(got, plain.generate(**prompts(), **GREEDY))
-    assert not states_of(cache)
+    assert not cache.states
     with pytest.raises(UnsupportedModelError, match=f"^{type(model).__name__}: .*convolution of another"):
         Generator(model, max_batch_size=2, max_seq_len=64, block_size=4)
     assert not any(map(is_packed, mixers_of(model)))
@@ -387,7 +378,7 @@ def test_options_of_the_cache(case: str) -> None:
     with paged(model):
         cache = cached(model, **OPTIONS[case])
         assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=cache), want)
-        assert bool(states_of(cache)) != ("dense" in OPTIONS[case])
+        assert bool(cache.states) != ("dense" in OPTIONS[case])
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "olmo_hybrid"])
@@ -429,7 +420,7 @@ def test_dtypes(name: str, dtype: torch.dtype) -> None:
             cache = cached(model, **options)
             steps = [(ids[:, part], places[:, part]) for part in (slice(-1), slice(-1, None))]
             parts = [model(x, position_ids=at, past_key_values=cache).logits for x, at in steps]
-            assert states_of(cache)
+            assert cache.states
     error = (torch.cat(parts, 1).double() - want).abs().max()
     assert error <= 2 * (theirs - want).abs().max() + 1e-5 * want.abs().max()
 
@@ -441,7 +432,7 @@ def test_autocast() -> None:
         with paged(model):
             cache = cached(model)
             parts = [model(part, past_key_values=cache).logits for part in (ids[:, :-1], ids[:, -1:])]
-    assert states_of(cache)
+    assert cache.states
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0.05, atol=0.05 * float(want.abs().max()))
 
 

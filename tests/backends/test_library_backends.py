@@ -53,22 +53,16 @@ BF16 = torch.bfloat16
 SHAPE: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": BF16}
 
 
-@pytest.fixture
-def flash_attn() -> Iterator[Backend]:
-    with stand_in("flash_attn") as backend:
-        yield backend
+def standing_in(name: str) -> Any:
+    @pytest.fixture
+    def found() -> Iterator[Backend]:
+        with stand_in(name) as backend:
+            yield backend
+
+    return found
 
 
-@pytest.fixture
-def flashinfer() -> Iterator[Backend]:
-    with stand_in("flashinfer") as backend:
-        yield backend
-
-
-@pytest.fixture
-def xqa() -> Iterator[Backend]:
-    with stand_in("flashinfer_xqa") as backend:
-        yield backend
+flash_attn, flashinfer, xqa = map(standing_in, ("flash_attn", "flashinfer", "flashinfer_xqa"))
 
 
 @pytest.fixture(params=["torch_sdpa", "flash_attn", "flash_attn_4", "flashinfer"])

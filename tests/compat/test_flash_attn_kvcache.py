@@ -56,6 +56,14 @@ def in_pages(pools: Pools) -> dict[str, Any]:
     return {"k_cache": pools.k_cache, "v_cache": pools.v_cache, "page_table": pools.table}
 
 
+def in_rows(pools: Pools, rows: list[int]) -> dict[str, Any]:
+    """The same, a row of 32 tokens per request."""
+    where = {name: torch.full((4, 32, 2, 16), float("nan")) for name in ("k_cache", "v_cache")}
+    for row, k, v in zip(rows, pools.k, pools.v, strict=True):
+        where["k_cache"][row, : len(k)], where["v_cache"][row, : len(v)] = k, v
+    return where | {"cache_batch_idx": torch.tensor(rows, dtype=torch.int32)}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("paged", [True, False])
 def test_cache_alone(variant: str, paged: bool) -> None:
@@ -63,14 +71,7 @@ def test_cache_alone(variant: str, paged: bool) -> None:
     options = VARIANTS[variant]
     pools = Pools(LENS)
     queries = [torch.randn(3, 4, 16) for _ in LENS]
-    if paged:
-        where = in_pages(pools)
-    else:
-        rows = torch.tensor([3, 0, 1], dtype=torch.int32)
-        where = {name: torch.full((4, 32, 2, 16), float("nan")) for name in ("k_cache", "v_cache")}
-        for row, k, v in zip(rows, pools.k, pools.v, strict=True):
-            where["k_cache"][row, : len(k)], where["v_cache"][row, : len(v)] = k, v
-        where["cache_batch_idx"] = rows
+    where = in_pages(pools) if paged else in_rows(pools, [3, 0, 1])
     out, lse = flash_attn_with_kvcache(
         torch.stack(queries), **where, cache_seqlens=pools.lens, return_softmax_lse=True, **options
     )
@@ -120,12 +121,9 @@ def test_new_keys(variant: str, interleaved: bool | None, paged: bool) -> None:
             turned(q, p if variant != "full" else p[:1] * 3, cos, sin, interleaved)
             for q, p in zip(queries, at, strict=True)
         ]
-    if paged:
-        where = in_pages(pools)
-    else:
-        where = {name: torch.full((3, 32, 2, 16), float("nan")) for name in ("k_cache", "v_cache")}
-        for row, (k, v) in enumerate(zip(pools.k, pools.v, strict=True)):
-            where["k_cache"][row, : len(k)], where["v_cache"][row, : len(v)] = k, v
+    where = in_pages(pools) if paged else in_rows(pools, [0, 1, 2])
+    if not paged:
+        del where["cache_batch_idx"]  # the first rows, in order
     out, lse = flash_attn_with_kvcache(
         torch.stack(queries),
         **where,
@@ -158,19 +156,10 @@ def test_packed_queries_and_new_keys() -> None:
     pools = Pools([5, 5, 5], room=4)
     queries = [torch.randn(n, 4, 16) for n in query_lens]
     new_k, new_v = [torch.randn(n, 2, 16) for n in new_lens], [torch.randn(n, 2, 16) for n in new_lens]
+    starts = {"cu_seqlens_q": starts_of(query_lens), "cu_seqlens_k_new": starts_of(new_lens)}
+    new = {"k": torch.cat(new_k), "v": torch.cat(new_v), "cache_seqlens": 5, **starts, "max_seqlen_q": 3}
     out, lse = flash_attn_with_kvcache(
-        torch.cat(queries),
-        pools.k_cache,
-        pools.v_cache,
-        torch.cat(new_k),
-        torch.cat(new_v),
-        cache_seqlens=5,
-        page_table=pools.table,
-        cu_seqlens_q=starts_of(query_lens),
-        cu_seqlens_k_new=starts_of(new_lens),
-        max_seqlen_q=3,
-        causal=True,
-        return_softmax_lse=True,
+        torch.cat(queries), **in_pages(pools), **new, causal=True, return_softmax_lse=True
     )
     pairs = [
         documented_attention(q, torch.cat([k, n]), torch.cat([v, m]), causal=True)
@@ -185,18 +174,8 @@ def test_fp8_cache_with_new_keys() -> None:
     pools = Pools([6, 3], room=1, dtype=torch.float8_e4m3fn)
     q, k, v = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
     descale = torch.tensor([0.5, 2.0]).expand(2, 2)
-    got = flash_attn_with_kvcache(
-        q,
-        pools.k_cache,
-        pools.v_cache,
-        k,
-        v,
-        cache_seqlens=pools.lens,
-        page_table=pools.table,
-        causal=True,
-        k_descale=descale,
-        v_descale=descale,
-    )
+    new = {"k": k, "v": v, "cache_seqlens": pools.lens, "k_descale": descale, "v_descale": descale}
+    got = flash_attn_with_kvcache(q, **in_pages(pools), **new, causal=True)
     scale = descale[0][:, None]
     stored = [((x / scale).to(torch.float8_e4m3fn)) for x in (k, v)]
     keys, values = (
@@ -356,18 +335,10 @@ def test_refused_by_its_name_and_nothing_is_written(argument: str, options: dict
 def test_a_backend_that_was_asked_for_is_refused_before_anything_is_written() -> None:
     pools = Pools([10, 3], room=1)
     before = pools.k_cache.clone(), pools.v_cache.clone()
-    new = torch.ones(2, 1, 2, 16)
+    new = dict.fromkeys(("k", "v"), torch.ones(2, 1, 2, 16)) | {"cache_seqlens": pools.lens}
     with torchpaged.use_backend("flex"), pytest.raises(torchpaged.BackendUnavailableError, match="sinks"):
         flash_attn_with_kvcache(
-            torch.randn(2, 1, 4, 16),
-            pools.k_cache,
-            pools.v_cache,
-            new,
-            new,
-            cache_seqlens=pools.lens,
-            page_table=pools.table,
-            causal=True,
-            sinks=torch.zeros(4),
+            torch.randn(2, 1, 4, 16), **in_pages(pools), **new, causal=True, sinks=torch.zeros(4)
         )
     torch.testing.assert_close((pools.k_cache, pools.v_cache), before, equal_nan=True)
 

@@ -199,11 +199,8 @@ def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
 def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) -> None:
     """More stop ids than the device looks at: the row runs on until the host has read it, and nothing more
     is emitted."""
-    tokens = (
-        generator(model, graphs=False)
-        .generate([prompts(9)[2]], SamplingParams(max_new_tokens=20, ignore_eos=True))[0]
-        .token_ids
-    )
+    free = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    tokens = generator(model, graphs=False).generate([prompts(9)[2]], free)[0].token_ids
     stop = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
     params = SamplingParams(
         max_new_tokens=20,
@@ -221,13 +218,10 @@ def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) ->
 def test_rows_close_up_when_a_smaller_bucket_does(model: Any) -> None:
     loop = generator(model, buckets=[1, 4], steps_per_launch=2)
     lengths = [3, 3, 3, 20]
-    want = [
-        generator(model, graphs=False)
-        .generate([p], SamplingParams(max_new_tokens=n, ignore_eos=True))[0]
-        .token_ids
-        for p, n in zip(prompts(4), lengths, strict=True)
-    ]
-    got = loop.generate(prompts(4), [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths])
+    params, alone = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths], {"graphs": False}
+    pairs = zip(prompts(4), params, strict=True)
+    want = [generator(model, **alone).generate([p], one)[0].token_ids for p, one in pairs]
+    got = loop.generate(prompts(4), params)
     hits = {report.bucket: report.hits for report in loop.runner.report()}  # type: ignore[union-attr]
     assert [o.token_ids for o in got] == want
     assert hits[1] > hits[4] > 0
@@ -279,21 +273,10 @@ def test_a_paged_model_brings_its_own_blocks(model: Any, graphs: bool) -> None:
     paged = PagedModel(model, num_blocks=60, block_size=4)
     params = SamplingParams(max_new_tokens=50, ignore_eos=True)
     want = outcomes(generator(model, graphs=False).generate(prompts(2), params))
-    assert (
-        outcomes(
-            Generator(paged, max_batch_size=2, max_seq_len=96, graphs=graphs, compile=False).generate(
-                prompts(2), params
-            )
-        )
-        == want
-    )
-    for name, value in {
-        "block_size": 4,
-        "num_blocks": 9,
-        "kv_cache_memory": 1 << 20,
-        "backend": "cpu",
-        "fuse": True,
-    }.items():
+    loop = Generator(paged, max_batch_size=2, max_seq_len=96, graphs=graphs, compile=False)
+    assert outcomes(loop.generate(prompts(2), params)) == want
+    shaping = {"block_size": 4, "num_blocks": 9, "kv_cache_memory": 1 << 20, "backend": "cpu", "fuse": True}
+    for name, value in shaping.items():
         with pytest.raises(ArgumentError, match=name):
             Generator(paged, **{name: value})
 

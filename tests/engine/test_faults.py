@@ -104,31 +104,6 @@ def at_reading(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) 
         switch.before(patch, generator.loop.launches, "collect")
 
 
-def at_third_token(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    """Of the culprit, behind a decode step."""
-    switch.before(
-        patch, generator._stepper._acceptor, "accept", lambda s, *_: is_culprit(s) and s.num_output == 2
-    )
-
-
-def at_scheduling(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    switch.before(patch, generator.scheduler, "schedule")
-
-
-def at_blocks(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    switch.before(patch, generator.pool, "allocate")
-
-
-def at_blocks_of_culprit(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    """In the middle of a plan, behind others that got theirs."""
-    switch.before(patch, generator.scheduler, "_reserve", is_culprit)
-
-
-def at_fork(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    """Of blocks that are found; none are at first."""
-    switch.before(patch, generator.pool, "fork_kept")
-
-
 def at_prefixes_of_culprit(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     poison = POISON.to_bytes(8, "little")
 
@@ -145,18 +120,6 @@ def at_prefixes_of_culprit(generator: Generator, switch: Switch, patch: pytest.M
     patch.setattr(CachedText, "take", take)
 
 
-def at_put_back(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    switch.before(patch, generator.scheduler.blocks, "put_back")
-
-
-def at_swap_out(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    switch.before(patch, generator.prefix_cache.host.blocks, "swap_out")  # type: ignore[union-attr]
-
-
-def at_swap_in(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    switch.before(patch, generator.prefix_cache.host.blocks, "swap_in")  # type: ignore[union-attr]
-
-
 def at_capture(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     """Without graphs: where it would be launched."""
     if generator.runner is None:
@@ -168,9 +131,26 @@ def at_processor(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch
     generator.asked = switch  # type: ignore[attr-defined]
 
 
-def at_stop_strings(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
-    """Of the culprit, whose stream alone looks for one."""
-    switch.before(patch, TextStream, "push", lambda stream, token: bool(stream._stop))
+def at(owner: Callable[[Any], Any], name: str, *about: Callable[..., bool]) -> Callable[..., None]:
+    """In front of that method of an engine's part."""
+    return lambda generator, switch, patch: switch.before(patch, owner(generator), name, *about)
+
+
+#: Behind a decode step.
+at_third_token = at(
+    lambda g: g._stepper._acceptor, "accept", lambda s, *_: is_culprit(s) and s.num_output == 2
+)
+at_scheduling = at(lambda g: g.scheduler, "schedule")
+at_blocks = at(lambda g: g.pool, "allocate")
+#: In the middle of a plan, behind others that got theirs.
+at_blocks_of_culprit = at(lambda g: g.scheduler, "_reserve", is_culprit)
+#: Of blocks that are found; none are at first.
+at_fork = at(lambda g: g.pool, "fork_kept")
+at_put_back = at(lambda g: g.scheduler.blocks, "put_back")
+at_swap_out = at(lambda g: g.prefix_cache.host.blocks, "swap_out")
+at_swap_in = at(lambda g: g.prefix_cache.host.blocks, "swap_in")
+#: Of the culprit, whose stream alone looks for one.
+at_stop_strings = at(lambda g: TextStream, "push", lambda stream, token: bool(stream._stop))
 
 
 class Fault(NamedTuple):

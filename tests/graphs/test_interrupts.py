@@ -64,12 +64,15 @@ class Interrupted(TapeCapture):
 SESSION = kept_session()
 
 
+def runner_of(step: Any, rows: DecodeRows, capture: Any, buckets: tuple[int, ...] = (2,)) -> WholeStepRunner:
+    options: dict[str, Any] = {"compile": False, "debug": True, "session": SESSION}
+    return WholeStepRunner(step, rows, buckets=[*buckets], capture=capture, **options)
+
+
 def make(point: str, steps: int = 2) -> tuple[DecodeRows, WholeStepRunner]:
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"], steps)
     rows.write(REQUEST)
-    return rows, WholeStepRunner(
-        successor, rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION
-    )
+    return rows, runner_of(successor, rows, Interrupted(point))
 
 
 def tokens_of(rows: DecodeRows, runner: WholeStepRunner, launches: int) -> list[int]:
@@ -123,9 +126,7 @@ def test_a_capture_behind_a_launch_that_broke_off() -> None:
     """The device has begun a launch that the host did not count."""
     rows, _ = make("")
     backend = Interrupted("")
-    runner = WholeStepRunner(
-        successor, rows, buckets=[1, 2], compile=False, capture=backend, debug=True, session=SESSION
-    )
+    runner = runner_of(successor, rows, backend, (1, 2))
     runner.capture_for(1)
     backend.point = "behind the replay"
     with pytest.raises(KeyboardInterrupt):
@@ -146,9 +147,7 @@ def test_a_failed_step_does_not_poison_the_next() -> None:
             raise RuntimeError("a launch that fails")
         return successor(input_ids, metadata)
 
-    runner = WholeStepRunner(
-        step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION
-    )
+    runner = runner_of(step, rows, EagerCapture())
     with pytest.raises(RuntimeError, match="a launch that fails"):
         runner.launch_eager(1)
     assert tokens_of(rows, runner, 4) == WANT
@@ -182,9 +181,7 @@ def test_a_semaphore_that_is_left_set_is_reported() -> None:
 
     left = [torch.tensor(0, dtype=torch.int32)]
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"])
-    runner = WholeStepRunner(
-        step, rows, buckets=[2], compile=False, capture=EagerCapture(), debug=True, session=SESSION
-    )
+    runner = runner_of(step, rows, EagerCapture())
     runner.launch(1)
     left[0] += 4
     with pytest.raises(

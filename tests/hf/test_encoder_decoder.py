@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import build, logits_of, same
+from families import build, close, logits_of, same
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
@@ -81,7 +81,7 @@ def test_causality_that_only_the_mask_carries_without_a_cache(stem: str, head: s
         want, got = (
             build(stem, head, name)(**given, use_cache=False).logits for name in ("eager", "torchpaged")
         )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    close(got, want)
 
 
 def test_a_padded_source() -> None:
@@ -128,12 +128,7 @@ def test_t5gemma_makes_its_cross_cache_itself() -> None:
     given, model = inputs(padded=True), build("T5Gemma", HEAD, "torchpaged")
     want = logits_of(build("T5Gemma", HEAD), given)
     for caches in ("paged", "dense"):
-        torch.testing.assert_close(
-            logits_of(model, given, CACHES[caches](model)),
-            want,
-            rtol=1e-4,
-            atol=1e-4 * float(want.abs().max()),
-        )
+        close(logits_of(model, given, CACHES[caches](model)), want)
     with pytest.raises(
         UnsupportedModelError, match=r"t5_?gemma.*EncoderDecoderCache\(PagedCache\(\.\.\.\), DynamicCache"
     ):
@@ -165,7 +160,7 @@ def test_attention_of_its_own_that_is_known(stem: str) -> None:
     with attached(model):
         for cache in (*(CACHES[name](model) for name in ("paged", "paged, cross too", "one")), None):
             got = logits_of(model, given, cache)
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+            close(got, want)
 
 
 def test_padding_of_leds_prompt_stays_masked() -> None:
@@ -180,7 +175,7 @@ def test_padding_of_leds_prompt_stays_masked() -> None:
     assert (torch.stack(model.generate(**call).logits) - want).abs().max() > 1e-3 * want.abs().max()
     with attached(model):
         got = torch.stack(model.generate(**call, past_key_values=CACHES["one"](model)).logits)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    close(got, want)
 
 
 # -------------------------------------------------------------------------------------------- both of them
@@ -218,9 +213,7 @@ def test_one_cache_for_several_batches() -> None:
     assert "encoder: 7 blocks of 4" in cache.describe()
     cache.reset()
     eager = build("Bart", HEAD)
-    torch.testing.assert_close(
-        logits_of(model, short(model), cache), logits_of(eager, short(eager)), rtol=1e-4, atol=1e-3
-    )
+    close(logits_of(model, short(model), cache), logits_of(eager, short(eager)))
     cache.reset()
     torch.testing.assert_close(logits_of(model, given, cache), want)
     cache.reset()

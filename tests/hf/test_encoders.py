@@ -6,34 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from model_coverage import encoders, examine
 from model_coverage.checks import Row
 from model_coverage.encoders import Attended
 from test_query_tokens import Kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_MAPPING,
-    AlbertConfig,
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertModel,
-    CLIPTextConfig,
-    DistilBertConfig,
-    ElectraConfig,
-    EsmConfig,
-    ModernBertConfig,
-    SiglipTextConfig,
-    SiglipTextModel,
-    SplinterConfig,
-    SplinterModel,
-    Wav2Vec2Config,
-    Wav2Vec2Model,
-    XLMRobertaConfig,
-)
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from torchpaged.hf import query_starts
@@ -54,8 +33,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 CONFIGS: dict[str, Any] = {
-    "bert": BertConfig(**SIZES),
-    "modernbert": ModernBertConfig(
+    "bert": transformers.BertConfig(**SIZES),
+    "modernbert": transformers.ModernBertConfig(
         **SIZES,
         local_attention=4,
         global_attn_every_n_layers=2,
@@ -64,14 +43,15 @@ CONFIGS: dict[str, Any] = {
         cls_token_id=1,
         sep_token_id=2,
     ),
-    "causal": CLIPTextConfig(**SIZES, eos_token_id=98, bos_token_id=1),
-    "splinter": SplinterConfig(**SIZES),
+    "causal": transformers.CLIPTextConfig(**SIZES, eos_token_id=98, bos_token_id=1),
+    "splinter": transformers.SplinterConfig(**SIZES),
 }
 
 
 def built(name: str, implementation: str = "torchpaged") -> Any:
     torch.manual_seed(0)
-    model = AutoModel.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation=implementation).eval()
+    config = copy.deepcopy(CONFIGS[name])
+    model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -117,12 +97,12 @@ def test_hidden_states_equal_eager(name: str, padding: str) -> None:
 
 HEADS: dict[str, Any] = {
     "bert": CONFIGS["bert"],
-    "albert": AlbertConfig(**SIZES, embedding_size=16),
-    "distilbert": DistilBertConfig(vocab_size=99, dim=32, hidden_dim=48, n_layers=2, n_heads=4),
-    "electra": ElectraConfig(**SIZES, embedding_size=32),
-    "esm": EsmConfig(**SIZES, mask_token_id=4),
+    "albert": transformers.AlbertConfig(**SIZES, embedding_size=16),
+    "distilbert": transformers.DistilBertConfig(vocab_size=99, dim=32, hidden_dim=48, n_layers=2, n_heads=4),
+    "electra": transformers.ElectraConfig(**SIZES, embedding_size=32),
+    "esm": transformers.EsmConfig(**SIZES, mask_token_id=4),
     "modernbert": CONFIGS["modernbert"],
-    "xlm-roberta": XLMRobertaConfig(**SIZES),
+    "xlm-roberta": transformers.XLMRobertaConfig(**SIZES),
 }
 
 
@@ -138,7 +118,7 @@ def test_heads_that_read_the_first_position(name: str, padding: str) -> None:
         given["attention_mask"][1, :9] = 0
     for implementation in ("torchpaged", "eager"):
         torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(
+        model = transformers.AutoModelForSequenceClassification.from_config(
             copy.deepcopy(HEADS[name]), attn_implementation=implementation
         ).eval()
         with torch.no_grad():
@@ -160,8 +140,8 @@ def test_the_pooled_state_of_a_padded_position() -> None:
     given, pooled = batch("right"), []
     for implementation in ("torchpaged", "eager"):
         torch.manual_seed(0)
-        config = SiglipTextConfig(**SIZES, bos_token_id=1, eos_token_id=2)
-        model = SiglipTextModel._from_config(config, attn_implementation=implementation).eval()
+        config = transformers.SiglipTextConfig(**SIZES, bos_token_id=1, eos_token_id=2)
+        model = transformers.SiglipTextModel._from_config(config, attn_implementation=implementation).eval()
         with torch.no_grad():
             pooled.append(model(**given).pooler_output)
     torch.testing.assert_close(pooled[0], pooled[1], rtol=1e-4, atol=1e-5)
@@ -174,7 +154,7 @@ def test_convolutions_behind_an_encoder() -> None:
     states = []
     for implementation in ("torchpaged", "eager"):
         torch.manual_seed(0)
-        config = Wav2Vec2Config(
+        config = transformers.Wav2Vec2Config(
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=1,
@@ -188,7 +168,7 @@ def test_convolutions_behind_an_encoder() -> None:
             add_adapter=True,
             num_adapter_layers=1,
         )
-        model = Wav2Vec2Model._from_config(config, attn_implementation=implementation).eval()
+        model = transformers.Wav2Vec2Model._from_config(config, attn_implementation=implementation).eval()
         with torch.no_grad():
             states.append(model(**given).last_hidden_state)
     torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)
@@ -250,12 +230,12 @@ def test_what_gradients_need() -> None:
 def test_a_decoder_of_the_same_type() -> None:
     """Its cross attention looks like an encoder's self-attention where there are as many queries as keys; its
     modules don't tell."""
-    config = BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    config = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
     given, encoded = batch("right"), torch.randn(3, 14, 32, generator=torch.Generator().manual_seed(2))
     found = []
     for implementation in ("eager", "torchpaged"):
         torch.manual_seed(0)
-        model = BertModel._from_config(config, attn_implementation=implementation).eval()
+        model = transformers.BertModel._from_config(config, attn_implementation=implementation).eval()
         with torch.no_grad():
             out = model(
                 given["input_ids"],
@@ -292,9 +272,9 @@ def test_the_way_of_a_call() -> None:
     """Queries are left out only where they are known to be the padded tokens."""
     from transformers import BartConfig, BlipTextConfig
 
-    assert way(BertConfig(**SIZES), Module()) is Way.TOKENS
-    assert way(BertConfig(**SIZES), Module(is_decoder=True)) is None
-    assert way(BertConfig(**SIZES, is_decoder=True), Module()) is None
+    assert way(transformers.BertConfig(**SIZES), Module()) is Way.TOKENS
+    assert way(transformers.BertConfig(**SIZES), Module(is_decoder=True)) is None
+    assert way(transformers.BertConfig(**SIZES, is_decoder=True), Module()) is None
     assert way(BartConfig(), Module()) is None
     assert way(BartConfig(), Module(is_decoder=True)) is None
     assert way(BartConfig(), Module(is_decoder=False)) is Way.TOKENS
@@ -369,17 +349,17 @@ def test_who_was_made_for_sdpa() -> None:
 def test_a_type_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said of it before is not kept: its models would be given masks of booleans, which they add."""
 
-    class LateConfig(SplinterConfig):
+    class LateConfig(transformers.SplinterConfig):
         model_type = "registered_late"
 
-    class LateModel(SplinterModel):
+    class LateModel(transformers.SplinterModel):
         config_class = LateConfig
 
     assert not needs_eager_mask("registered_late")
-    for mapping in (CONFIG_MAPPING, MODEL_MAPPING):
+    for mapping in (transformers.CONFIG_MAPPING, transformers.MODEL_MAPPING):
         monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
-    AutoConfig.register("registered_late", LateConfig)
-    AutoModel.register(LateConfig, LateModel)
+    transformers.AutoConfig.register("registered_late", LateConfig)
+    transformers.AutoModel.register(LateConfig, LateModel)
     assert needs_eager_mask("registered_late")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from signatures import takes
 from torch import Tensor
 
 
@@ -73,41 +74,24 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
-    def validate_configuration(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-        attn_type: str,
-    ) -> list[str]:
+    @takes(
+        "self, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix, "
+        "device_capability, attn_type"
+    )
+    def validate_configuration(cls, given: Any) -> list[str]:
         reasons = []
-        if dtype not in cls.supported_dtypes:
+        if given.dtype not in cls.supported_dtypes:
             reasons.append("dtype not supported")
-        if kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes):
+        if given.kv_cache_dtype not in (None, *cls.supported_kv_cache_dtypes):
             reasons.append("kv_cache_dtype not supported")
-        if use_mla and not cls.is_mla():
+        if given.use_mla and not cls.is_mla():
             reasons.append("MLA not supported")
-        if has_sink and not cls.supports_sink():
+        if given.has_sink and not cls.supports_sink():
             reasons.append("attention sinks not supported")
-        if not cls.supports_attn_type(attn_type):
-            reasons.append(f"attention type {attn_type} not supported")
-        more = cls.supports_combination(
-            head_size,
-            dtype,
-            kv_cache_dtype,
-            block_size,
-            use_mla,
-            has_sink,
-            use_sparse,
-            use_mm_prefix,
-            device_capability,
-        )
+        if not cls.supports_attn_type(given.attn_type):
+            reasons.append(f"attention type {given.attn_type} not supported")
+        *asked, _ = vars(given).values()
+        more = cls.supports_combination(*asked)
         return reasons + ([more] if more is not None else [])
 
 

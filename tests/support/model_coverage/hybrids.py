@@ -13,24 +13,9 @@ from torchpaged.hf.packed_state import PackedState
 #: convolutions, Kimi delta attention with latents, lightning attention, Mamba 1, models of states alone,
 #: RG-LRU.
 HYBRIDS = (
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "olmo_hybrid",
-    "bamba",
-    "granitemoehybrid",
-    "nemotron_h",
-    "falcon_h1",
-    "zamba2",
-    "lfm2",
-    "lfm2_moe",
-    "kimi_linear",
-    "minimax",
-    "jamba",
-    "mamba",
-    "mamba2",
-    "falcon_mamba",
-    "recurrent_gemma",
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "bamba", "granitemoehybrid"),
+    *("nemotron_h", "falcon_h1", "zamba2", "lfm2", "lfm2_moe", "kimi_linear", "minimax", "jamba"),
+    *("mamba", "mamba2", "falcon_mamba", "recurrent_gemma"),
     # not in transformers 5.17
     *(name for name in ("bailing_hybrid", "lara_mini", "lfm3") if name in CONFIG_MAPPING),
 )

@@ -9,16 +9,8 @@ from model_coverage.checks import Row, without_folders
 
 #: Seconds that a phase may take before its worker is ended.
 LIMITS = {
-    "building": 120.0,
-    "eager": 120.0,
-    "generate": 120.0,
-    "window": 120.0,
-    "forward": 120.0,
-    "prompt": 120.0,
-    "even": 120.0,
-    "right": 120.0,
-    "uncached": 120.0,
-    "left": 120.0,
+    **dict.fromkeys(("building", "eager", "generate", "window", "forward", "prompt", "uncached"), 120.0),
+    **dict.fromkeys(("even", "right", "left"), 120.0),
     "compiling": 400.0,
 }
 

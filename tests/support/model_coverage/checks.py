@@ -20,7 +20,6 @@ compared with its eager attention under one.
 import contextlib
 import inspect
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,8 +254,9 @@ def judge_bad(row: Row, bad: list[str]) -> bool:
     return True
 
 
-def run_compiled(row: Row, check: Callable[[], str]) -> None:
+def run_compiled(row: Row, say: Beat, check: Callable[[], str]) -> None:
     """The compiled check, and what it changes of mode and reason."""
+    say("compiling")
     row.checks["compiled"] = outcome_of(check)
     if row.checks["compiled"].startswith("wrong"):
         row.mode = "wrong"
@@ -320,7 +320,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         The `Row`; no check raises.
     """
     say = beat or (lambda phase, **_: None)
-    begin, row = time.monotonic(), Row(model_type)
+    row = Row(model_type)
     torch.set_num_threads(1)
     try:
         say("building")
@@ -333,7 +333,6 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         return eager_failed(row, error)
     if not _keeps_keys(model_type, cache):
         _pass_through(model_type, want, row)
-        row.seconds = round(time.monotonic() - begin, 1)
         return row
     wants = _wants(model, padded, even, want)
     made: list[PagedCache] = []
@@ -350,9 +349,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     run_checks(row, lambda: attach(model) is model, runs, wants, say)
     _judge(row, made)
     if compiled and row.mode in RUNS:
-        say("compiling")
-        run_compiled(row, lambda: _compiled(model, make_cache, wants, row))
-    row.seconds = round(time.monotonic() - begin, 1)
+        run_compiled(row, say, lambda: _compiled(model, make_cache, wants, row))
     return row
 
 

@@ -9,7 +9,6 @@ Four checks, each over logits, and so over greedy tokens:
     compiled   ``generate`` again, its decode step under ``fullgraph=True``; counted in graphs
 """
 
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -177,7 +176,7 @@ def _encoder_tokens(model: PreTrainedModel, inputs: dict[str, Tensor]) -> int:
 def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None) -> Row:
     """Run all checks of one family; arguments and result as of `checks.examine`."""
     say = beat or (lambda phase, **_: None)
-    begin, row = time.monotonic(), Row(model_type, "speech" if FAMILIES[model_type].shape else "text")
+    row = Row(model_type, "speech" if FAMILIES[model_type].shape else "text")
     torch.set_num_threads(1)
     try:
         say("building")
@@ -203,9 +202,8 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     run_checks(row, lambda: attach(model) is model, runs, wants, say)
     _judge(row, made)
     if compiled and row.mode in ("paged", "dense"):
-        say("compiling")
-        run_compiled(row, lambda: _compiled(model, given["generate"], make_cache, wants["generate"], row))
-    row.seconds = round(time.monotonic() - begin, 1)
+        ours = (model, given["generate"], make_cache, wants["generate"], row)
+        run_compiled(row, say, lambda: _compiled(*ours))
     return row
 
 

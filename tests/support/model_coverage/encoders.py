@@ -9,7 +9,6 @@ Four checks, over the last hidden states of all positions that are no padding:
     compiled   ``right`` under ``fullgraph=True``, then with other lengths; counted in graphs
 """
 
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -233,7 +232,7 @@ _LENS = {"even": (20, 20), "right": (20, 13, 6), "left": (13, 20, 6), "again": (
 def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None) -> Row:
     """Run all checks of one family; arguments and result as of `checks.examine`."""
     say = beat or (lambda phase, **_: None)
-    begin, row = time.monotonic(), Row(model_type, FAMILIES[model_type].inputs)
+    row = Row(model_type, FAMILIES[model_type].inputs)
     torch.set_num_threads(1)
     batches = ("even", "right", "left") if row.kind == "text" else ("even", "right")
     try:
@@ -259,9 +258,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         row.checks[name] = outcome_of(check)
     _judge(row, own, counts)
     if compiled and row.mode in MODES[:3]:
-        say("compiling")
-        run_compiled(row, lambda: _compiled(model_type, given, wants, row))
-    row.seconds = round(time.monotonic() - begin, 1)
+        run_compiled(row, say, lambda: _compiled(model_type, given, wants, row))
     return row
 
 

@@ -1,5 +1,6 @@
 """The kinds of model that are covered: which there are, how one is examined, the words above its table."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -122,5 +123,6 @@ KINDS: dict[str, Kind] = {
 
 def run_case(case: dict[str, Any], beat: Beat) -> dict[str, Any]:
     """A worker's case: ``model_type``, ``kind`` and ``compiled`` in, the row as a dictionary out."""
-    kind = KINDS[case.get("kind", "decoder")]
-    return asdict(kind.examine(case["model_type"], compiled=case["compiled"], beat=beat))
+    kind, begin = KINDS[case.get("kind", "decoder")], time.monotonic()
+    row = kind.examine(case["model_type"], compiled=case["compiled"], beat=beat)
+    return {**asdict(row), "seconds": round(time.monotonic() - begin, 1)}

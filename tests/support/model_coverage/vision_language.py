@@ -12,7 +12,6 @@ Six checks, each over logits, and so over greedy tokens; towers run under torchp
                models that generate() does not compile; counted in graphs
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +134,7 @@ def _compiled(
 def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None) -> Row:
     """Run all checks of one family; arguments and result as of `checks.examine`."""
     say = beat or (lambda phase, **_: None)
-    begin, row = time.monotonic(), Row(model_type)
+    row = Row(model_type)
     torch.set_num_threads(1)
     try:
         say("building")
@@ -173,9 +172,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     if turns != "right":
         row.checks["turns"] = f"not examined: transformers' own: {turns}"
     if compiled and row.mode in MODES[:3]:
-        say("compiling")
-        run_compiled(row, lambda: _compiled(model, make_cache, calls, wants, row))
-    row.seconds = round(time.monotonic() - begin, 1)
+        run_compiled(row, say, lambda: _compiled(model, make_cache, calls, wants, row))
     return row
 
 

@@ -149,6 +149,7 @@ class CallMask:
                 + (f", with left padding {padding} where the cache has {known}" if padding != known else "")
             )
 
+    @torch.compiler.disable(reason="Dynamo gives a view for what it makes of a subclass, and takes none")
     def placeholder(self) -> Tensor:
         """A mask ``[1, 1, query_len, 1]`` that carries this and says nothing by itself."""
         nothing = torch.zeros((1, 1, self.prompt.length, 1), dtype=torch.bool, device=self.prompt.device)

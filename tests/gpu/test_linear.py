@@ -42,6 +42,7 @@ SHAPES = {  # weight [N, K]
     "short k": (128, 8),
     "tail": (4100, 1032),
     "one row pair": (2, 64),
+    "three CTAs a tile": (2056, 2056),
 }
 
 

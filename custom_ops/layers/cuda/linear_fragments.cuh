@@ -12,12 +12,14 @@
 #include "../../cuda/bulk.cuh"
 #include "linear_params.cuh"
 
-constexpr int OWN = CLUSTER > NT ? 1 : NT / CLUSTER;    // groups of 8 tokens that a warp finishes
+// groups of 8 tokens that a warp finishes; those of a cluster's last CTA may be fewer
+constexpr int OWN = (NT + CLUSTER - 1) / CLUSTER;
 // more CTAs than groups: so many have the same one, each finishes every SPLIT-th warp's rows
 constexpr int SPLIT = CLUSTER > NT ? CLUSTER / NT : 1;
 // bytes that a warp sends to, or gets from, another CTA
 constexpr int PART_BYTES = OWN * 512;
 constexpr int WARP_PARTS_BYTES = (CLUSTER - 1) * PART_BYTES;
+static_assert((CLUSTER - 1) / SPLIT * OWN < NT, "every CTA finishes something");
 constexpr int WARP_ROWS = GATED ? 8 : 16;               // columns of out of a warp
 
 // Where a lane's numbers of out are, once a fragment is transposed: token lane / 4 of a group, two

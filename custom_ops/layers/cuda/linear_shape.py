@@ -39,7 +39,7 @@ class LinearShape:
         stages: chunks on their way or in use, per group.
         ctas_per_sm: CTAs that registers must suffice for on one multiprocessor; two, if the next kernel is to
             start early.
-        cluster: CTAs that share a tile's k, a power of two; 1 where there are no clusters.
+        cluster: CTAs that share a tile's k, a power of two or 3; 1 where there are no clusters.
         wide: ``linear_wide.cu`` instead of ``linear.cu``.
         early_stages: if wide, chunks of weights asked for before the kernels in front have finished; the
             others follow x.
@@ -69,10 +69,11 @@ class LinearShape:
         and what other CTAs send."""
         tokens = max(bucket, 8)
         if self.wide:
-            return (
-                self.stages * (self.rows + tokens) * _LINE
-                + self.rows * tokens * 4 * (self.cluster - 1) // self.cluster
-            )
+            # tokens that a CTA finishes: whole groups of 8, or those of a share of its rows
+            whole = tokens >= 8 * self.cluster
+            finished = -(-tokens // 8 // self.cluster) * 8 if whole else tokens // self.cluster
+            ring = self.stages * (self.rows + tokens) * _LINE
+            return ring + self.rows * finished * 4 * (self.cluster - 1)
         rings = self.k_warps * self.stages * (self.rows + bucket + norm) * _LINE
         return max(rings, self.k_warps * tokens * (self.rows + 4) * 4)
 
@@ -137,7 +138,7 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
     """For up to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one
     CTA on each with a large ring, else two.
 
-    CTAs of a cluster share k. As many as multiprocessors lose in clusters of four and more: where a part of
+    CTAs of a cluster share k. As many as multiprocessors lose in clusters of three and more: where a part of
     the chip has no room for another whole one, multiprocessors stay empty. From 17 tokens on half as many
     CTAs with large rings are best for narrow products. For others of up to 32 their parts are small, and
     clusters of four, two CTAs per multiprocessor, beat half as many CTAs.
@@ -150,7 +151,9 @@ def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearS
     tiles, tall, most, half = -(-out_features // 64), -(-out_features // 128), sms * 3 // 4, sms * 9 // 20
     enough = half if bucket == 64 else most
     if enough <= tiles * 2 <= sms and in_features >= 512:
-        return shape(1, 10, 1, cluster=2)
+        # eight ninths of the multiprocessors have a place in clusters of three
+        thirds = bucket == 64 and tiles * 27 <= sms * 8 and in_features >= 2048
+        return shape(1, 10, 1, cluster=3 if thirds else 2)
     if enough <= tiles <= sms:
         return shape(1, 13, 1)
     if tiles < enough:

@@ -59,9 +59,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   };
   if (warp == CONSUMERS && lane == 0) {
     for (int i = 0; i < min(count, EARLY_STAGES); ++i) load_weights(i, i);
-    if constexpr (CLUSTER > 1)
+    if constexpr (CLUSTER > 1) {
+      const int groups = min(OWN, NT - rank / SPLIT * OWN);
       for (int w = rank % SPLIT; w < CONSUMERS; w += SPLIT)
-        mbarrier_arrive_expect_tx(received + w * 8, WARP_PARTS_BYTES);
+        mbarrier_arrive_expect_tx(received + w * 8, (CLUSTER - 1) * groups * 512);
+    }
   }
   __syncthreads();  // barriers are ready
   // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further

@@ -17,6 +17,7 @@ CASES: dict[str, tuple[int, tuple[int, int], str, LinearShape]] = {
     "one CTA": (60, (128, 328), "none", LinearShape(1, 1, 1, 4, 1, 1, True, 2)),
     "gate and up": (33, (192, 200), "silu", LinearShape(2, 1, 1, 3, 1, 1, True, 3)),
     "a pair": (64, (64, 640), "none", LinearShape(1, 1, 1, 4, 1, 2, True, 2)),
+    "three": (61, (64, 1032), "none", LinearShape(1, 1, 1, 3, 1, 3, True, 2)),
     "four": (32, (64, 1032), "none", LinearShape(1, 1, 1, 3, 1, 4, True, 2)),
     "eight": (20, (72, 1032), "silu", LinearShape(1, 1, 1, 3, 2, 8, True, 3)),
     "16 tokens": (13, (128, 512), "none", LinearShape(1, 1, 1, 4, 2, 4, True, 2)),

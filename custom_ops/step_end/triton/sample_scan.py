@@ -4,9 +4,9 @@ one that is drawn plainly: sample_draw.py."""
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.step_end.triton.sample_draw import NO_TOKEN
+from torchpaged.custom_ops.step_end.triton.sample_draw import NO_TOKEN, max_or_nan
 from torchpaged.custom_ops.step_end.triton.sample_rows import GROUP
-from torchpaged.custom_ops.step_end.triton.sample_search import likelihood, load_logits
+from torchpaged.custom_ops.step_end.triton.sample_search import likelihood, load_logits, penalised_logits
 
 
 @triton.jit
@@ -29,15 +29,27 @@ def scan_truncated(
 
 @triton.jit
 def scan_greedy(logits, parts_at, indices_at, program, TILE: tl.constexpr, TILES_EACH: tl.constexpr):
-    """A program's tiles of a greedy row: the best logit of all, and its token."""
+    """A program's tiles of a greedy row: the best logit of all, and its token. A lane keeps its best one, and
+    the number of its tile."""
     first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
-    logit, broken = load_logits(logits, first, first < logits.vocab_size)
-    highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
-    for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
-        logit, broken = load_logits(logits, first + i * TILE, first + i * TILE < logits.vocab_size)
-        place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
-        # A NaN as in `scan_drawn`: nothing is above inf, and of equals the lower place wins.
-        highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    tile = tl.full([TILE], 0, tl.int32)
+    if logits.penalty == 1.0:
+        for i in tl.static_range(TILES_EACH):  # unrolled: all loads at once
+            token = first + i * TILE
+            logit = tl.load(logits.at + token, mask=token < logits.vocab_size, other=float("-inf"))
+            logit = logit.to(tl.float32)
+            tile = tl.where(logit > highest, i, tile)
+            highest = max_or_nan(highest, logit)
+    else:
+        for i in range(TILES_EACH):
+            logit = penalised_logits(logits, first + i * TILE, first + i * TILE < logits.vocab_size)
+            tile = tl.where(logit > highest, i, tile)
+            highest = max_or_nan(highest, logit)
+    # A NaN as in `scan_drawn`: nothing is above inf, and of equals the lower place wins.
+    broken = highest != highest
+    highest = tl.where(broken, float("inf"), highest)
+    place = tl.where(broken, NO_TOKEN, first + tile * TILE)
     peak = tl.max(highest, 0)
     tl.store(parts_at + program, peak)
     tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))

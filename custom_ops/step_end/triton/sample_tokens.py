@@ -66,8 +66,10 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
         return SampleTiles(256, 4, 1 if num_rows <= 4 else 2, 256, 4)
     if num_rows * vocab_size <= 2**21:
         return SampleTiles(1024, 4, 1 if num_rows * vocab_size <= 2**20 else 3, 4096, 16)
-    if num_rows * vocab_size <= 2**24:
+    if num_rows * vocab_size <= 2**23:
         return SampleTiles(2048, 8, 4, 4096, 16)
+    if num_rows * vocab_size <= 2**24:
+        return SampleTiles(1024, 4, 8, 4096, 16)
     return SampleTiles(1024, 4, 16, 4096, 16)
 
 

@@ -21,7 +21,7 @@ def compile_op(op: str, target: str, inputs: dict[str, Any]) -> list[Any]:
         getattr(BACKEND_OPS["triton"], op)(**inputs)
     compiled = [launched.compile_launch(launch, target) for launch in launches]
     for one in compiled:
-        aot.check_spills(one)
+        aot.check_spills(one, once=8)
         assert aot.resources(one)["shared"] <= aot.SHARED_LIMIT[target]
     return compiled
 

@@ -12,6 +12,7 @@ from op_inputs.latent import (
     assert_sparse_close,
     latent_tensors,
     make_latent_batch,
+    of_size,
     run_mla_attention,
     selected,
 )
@@ -48,10 +49,11 @@ def check(
     spec: BatchSpec, heads: int, block_size: int, dtype: torch.dtype, kind: str, **options: Any
 ) -> None:
     """Against the oracle; a second call gives the same bits."""
-    top_k, fp8 = options.pop("top_k"), options.pop("fp8", False)
+    top_k, fp8, power = options.pop("top_k"), options.pop("fp8", False), options.pop("power", 0)
     batch = make_latent_batch(
         spec, rank=512, rope=64, device="cuda", num_heads=heads, block_size=block_size, dtype=dtype
     )
+    batch = of_size(batch, power)
     batch = as_fp8(batch) if fp8 else batch
     options["indices"] = selected(batch, kind, top_k)
     out, lse = run_mla_attention(CUDA, batch, **options)
@@ -82,6 +84,12 @@ def test_selected_rows_of_fp8(name: str, kind: str, monkeypatch: pytest.MonkeyPa
     alone_or_in_turns(monkeypatch, (FP8_KINDS.index(kind) + list(BATCHES).index(name)) % 2 == 1)
     heads = 128 if name in ("edges", "prompts") else 64
     check(BATCHES[name], heads, 64, torch.bfloat16, kind, top_k=2048 if kind == "some" else 200, fp8=True)
+
+
+def test_large_sums_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs send each other sums as float16 over a power of two."""
+    alone_or_in_turns(monkeypatch, True)
+    check(BATCHES["one"], 64, 64, torch.bfloat16, "some", top_k=300, power=90)
 
 
 def test_one_capture_serves_other_lengths() -> None:

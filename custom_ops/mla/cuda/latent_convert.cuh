@@ -45,8 +45,7 @@ struct Converter {
       *(uint4 *)(memory + (at ^ e * 16) + square * SQUARE_BYTES) = y;
     }
   }
-  // A row of the next tile, whose first numbers are loaded half a tile later: lines of 128 bytes, one or two
-  // of each of four lanes.
+  // A row of the next tile, or of the first one: lines of 128 bytes, one or two of each of four lanes.
   __device__ __forceinline__ void ask_l2(const char *row) const {
     if (row == (const char *)NO_ROW + lane % 4 * 16) return;
     row += lane % 4 * (128 - 16);
@@ -68,6 +67,7 @@ template <class Tiles>
 __device__ __forceinline__ void convert_rows(char *memory, u32 shared, Tiles &tiles, int warp, int lane) {
   const Converter converter{memory, shared, warp, lane};
   const char *row = tiles.row();
+  converter.ask_l2(row);  // the second half of its numbers is loaded half a tile later
   uint4 x[HALF_SQUARES];
 #pragma unroll
   for (int n = 0; n < HALF_SQUARES; ++n) x[n] = Converter::numbers(row, 0, n);

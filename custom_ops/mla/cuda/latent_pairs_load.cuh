@@ -29,6 +29,7 @@ constexpr int Q_FULL_AT = EMPTY_AT + 4 * 8, Q_EMPTY_AT = Q_FULL_AT + 8;
 constexpr int Q_FIRST_AT = Q_EMPTY_AT + 8;
 constexpr int SCAN_AT = Q_FIRST_AT + 8;           // numbers of opening the schedule
 constexpr int SEEN_AT = SCAN_AT;                  // [2 tiles, TILE_KV] bits, by latent_selected.cu
+constexpr int JOINED_AT = Q_FIRST_AT;             // by latent_selected.cu, in place of the other
 constexpr int SHARED_BYTES = SCAN_AT + SCAN_BYTES;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
 

@@ -242,48 +242,72 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     release(OTHER);
   }
   // Two CTAs took turns at the tiles: each has the result of half of the columns, those of one warpgroup, to
-  // which the other CTA's sends its sums. False: this one has sent.
+  // which the other CTA's sends its sums and its rows' states; sums as float16 over a power of two for each
+  // row, which its largest finite number gives. The CTAs meet from the begin of `finish` on. False: this one
+  // has sent.
   __device__ __forceinline__ bool join(float (&sum)[2]) {
-    constexpr int STATES_AT = 32 * 128 * 16;  // behind the sums: levels and totals of rows
-    const bool sends = ME != blockIdx.x % 2;
-    meet_cluster<2>();  // no tile is read any more
-    if (sends) {
-      const u32 theirs = mapa(shared, ME);
+    constexpr int STATES_AT = 16 * 128 * 16;  // behind the sums: level, total and power of each row
+    cluster_wait();  // no tile is read any more
+    if (ME != blockIdx.x % 2) {
+      const u32 theirs = mapa(shared, ME), told = mapa(shared + JOINED_AT, ME);
+      float by[2];
 #pragma unroll
-      for (int n = 0; n < 32; ++n)
-        st_cluster(theirs + (n * 128 + thread) * 16,
-                   float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]});
+      for (int e = 0; e < 2; ++e) {
+        float most = 0.f;
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (lane % 4 == 0) {
-          st_cluster(theirs + STATES_AT + row(e) * 8, level[e]);
-          st_cluster(theirs + STATES_AT + row(e) * 8 + 4, sum[e]);
+        for (int i = 0; i < 64; ++i) {
+          const float x = fabsf(acc[i / 2 * 4 + e * 2 + i % 2]);
+          most = fmaxf(most, x < INF ? x : 0.f);
         }
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+        const int exponent = min(268 - (__float_as_int(most) >> 23), 253);  // both powers are normal
+        by[e] = __int_as_float(exponent << 23);                             // most * by < 2^15
+        if (lane % 4 == 0)
+          st_async(theirs + STATES_AT + row(e) * 16,
+                   {level[e], sum[e], __int_as_float((254 - exponent) << 23), 0.f}, told);
+      }
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          y[i] = __int_as_float(
+              pack<true>(acc[n * 8 + i * 2] * by[i % 2], acc[n * 8 + i * 2 + 1] * by[i % 2]));
+        st_async(theirs + (n * 128 + thread) * 16, y, told);
+      }
+      return false;
     }
-    meet_cluster<2>();
-    if (sends) return false;
+    if (thread == 0) mbarrier_arrive_expect_tx(shared + JOINED_AT, STATES_AT + ROWS * 16);
+    // arrive: the other CTA's warpgroup, with all bytes, and this thread
+    mbarrier_wait(shared + JOINED_AT, 0);
     float mine[2], others[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float2 state = *(const float2 *)(memory + STATES_AT + row(e) * 8);
+      const float4 state = load_shared(shared + STATES_AT + row(e) * 16);
       const float now = fmaxf(level[e], state.x);
       mine[e] = exp2_(level[e] - now);
       others[e] = exp2_(state.x - now);
       level[e] = now;
       sum[e] = sum[e] * mine[e] + state.y * others[e];
+      others[e] *= state.z;
     }
 #pragma unroll
-    for (int n = 0; n < 32; ++n) {
-      const float4 x = *(const float4 *)(memory + (n * 128 + thread) * 16);
-      acc[n * 4] = acc[n * 4] * mine[0] + x.x * others[0];
-      acc[n * 4 + 1] = acc[n * 4 + 1] * mine[0] + x.y * others[0];
-      acc[n * 4 + 2] = acc[n * 4 + 2] * mine[1] + x.z * others[1];
-      acc[n * 4 + 3] = acc[n * 4 + 3] * mine[1] + x.w * others[1];
+    for (int n = 0; n < 16; ++n) {
+      const float4 x = load_shared(shared + (n * 128 + thread) * 16);
+      const float y[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const u32 both = __float_as_int(y[i / 2]);
+        acc[n * 8 + i] = acc[n * 8 + i] * mine[i / 2 % 2] +
+                         to_float<true>((u16)(both >> i % 2 * 16)) * others[i / 2 % 2];
+      }
     }
     return true;
   }
   // `sums`: of this segment; they are still read while those of the next one are written.
   __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile, float *sums) {
+    if constexpr (SELECTED && CLUSTER == 2) cluster_arrive_relaxed();
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll

@@ -5,7 +5,8 @@
 //
 // Why nothing here waits for ever: halves of tiles are filled and released in one order, which is that of the
 // products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
-// them alone; all threads of a cluster meet twice behind their last tile.
+// them alone; all threads of a cluster meet once behind their last tile, and who waits for the other CTA's
+// sums does so behind that.
 //
 // Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Sources: sparse attention
 // (arXiv:2512.02556), and that of the schedule in latent_pairs.cu.
@@ -26,6 +27,7 @@ latent_selected(const __grid_constant__ Params p) {
       }
     mbarrier_init(shared + Q_FULL_AT, GATHER_THREADS);
     mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
+    mbarrier_init(shared + JOINED_AT, 1);
     fence_mbarrier_init();
   }
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32,
@@ -45,9 +47,9 @@ latent_selected(const __grid_constant__ Params p) {
     } else {
       produce_selected(p, memory, shared, selection, ahead, gathering, lane);
     }
-    if constexpr (CLUSTER == 2) {  // with the consumers' join()
-      meet_cluster<2>();
-      meet_cluster<2>();
+    if constexpr (CLUSTER == 2) {  // with the consumers' finish() and join()
+      cluster_arrive_relaxed();
+      cluster_wait();
     }
   } else {
     const Selection selection = open_selection(p, memory, token, t);

@@ -96,6 +96,25 @@ inline void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64) {
 }
 inline void prefetch_tensormap(const void *) {}
 inline void prefetch_l2(const char *) {}
+// What CTAs of a cluster send each other arrives at once.
+inline void st_async(u32 to, const float (&x)[4], u32 barrier) {
+  if (to / CTA_BYTES == (u32)cta() || to / CTA_BYTES != barrier / CTA_BYTES) abort();
+  const races::As copy(races::BULK, memories + barrier);
+  memcpy(memories + to, &x, sizeof x);
+  barriers.at(barrier).bytes -= sizeof x;
+  completes(barrier);
+}
+inline float4 load_shared(u32 at) { return *(const float4 *)(memories + at); }
+inline int arrived;  // threads of a cluster, whose CTAs meet once
+inline void cluster_arrive_relaxed() {
+  races::arrive(&arrived);
+  if (++arrived == cta_threads * cta_count) races::complete(&arrived);
+  ++moved;
+}
+inline void cluster_wait() {
+  wait_until([] { return arrived == cta_threads * cta_count; });
+  races::pass(&arrived);
+}
 inline void fence_mbarrier_init() {}
 template <int N> void take_registers() {}
 template <int N> void give_registers() {}
@@ -233,4 +252,5 @@ inline const bool forgets = (forget = [] {
   barriers.clear();
   for (Meeting &m : warpgroups) m = {};
   for (Products &t : products) t = {};
+  arrived = 0;
 }, true);

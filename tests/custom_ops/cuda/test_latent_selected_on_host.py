@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda_sources import needs_gxx
 from kernels_on_host import HostKernel, assert_no_races
-from op_inputs.latent import as_fp8, assert_sparse_close, latent_tensors, make_latent_batch, selected
+from op_inputs.latent import as_fp8, assert_sparse_close, latent_tensors, make_latent_batch, of_size, selected
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
         "beyond",
         200,
     ),
+    "in turns, large": ({"num_sms": 132, "power": 90}, BatchSpec("j", (200,), (1,)), "some", 150),
     "one tile": ({"num_heads": 33, "block_size": 32}, BatchSpec("e", (64,), (1,)), "all", 64),
 }
 
@@ -54,8 +55,8 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec, kind, top_k = CASES[name]
     options = {"num_heads": 64, "dtype": torch.bfloat16, "block_size": 64} | options
-    fp8, num_sms = options.pop("fp8", False), options.pop("num_sms", 1)
-    batch = make_latent_batch(batch_spec, rank=512, rope=64, **options)
+    fp8, num_sms, power = options.pop("fp8", False), options.pop("num_sms", 1), options.pop("power", 0)
+    batch = of_size(make_latent_batch(batch_spec, rank=512, rope=64, **options), power)
     batch = as_fp8(batch) if fp8 else batch
     indices = selected(batch, kind, top_k)
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []

@@ -45,6 +45,12 @@ def as_fp8(batch: Batch) -> Batch:
     return replace(batch, k_cache=pool.copy_(rows).view(ROW_DTYPE))
 
 
+def of_size(batch: Batch, power: int) -> Batch:
+    """A `make_latent_batch` with latents times 2^``power`` and queries over it: the same scores."""
+    pool = batch.k_cache * 2.0**power
+    return replace(batch, q=batch.q * 2.0**-power, k_cache=pool, v_cache=pool[..., : batch.v_cache.shape[-1]])
+
+
 def numbers_of(batch: Batch) -> Tensor:
     """A batch's pool in float64, exactly."""
     pool = batch.k_cache

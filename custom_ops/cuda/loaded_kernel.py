@@ -89,6 +89,12 @@ class Kernel:
             found.append((int(offset), int(size)))
         return found
 
+    def leave_room(self) -> None:
+        """Cut a multiprocessor's memory in favour of shared memory as far as it goes, not only as far as this
+        kernel's CTAs need: those of the kernel behind it find room beside them."""
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        checked(self._driver.cuFuncSetAttribute(self._function, attribute, 100), "cuFuncSetAttribute")
+
     def resident(self, threads: int, cluster: int, wanted: int) -> int:
         """CTAs that run at once: ``wanted``, or for clusters (a power of two CTAs each) as many as the device
         places together."""

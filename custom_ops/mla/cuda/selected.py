@@ -19,10 +19,11 @@ from torchpaged.custom_ops.mla.cuda.call_params import call_params
 THREADS, WARPS, TILE = 256, 8, 32  # with one tile of heads
 #: Positions of a CTA of ``selected_few.cu``, blocks that it has room for; CTAs of the merge behind it for a
 #: token, and parts of a token that this has room for.
-PART_KEYS, TABLE_ROOM, MERGE_SHARES, MAX_PARTS = 128, 4096, 16, 128
+PART_KEYS, TABLE_ROOM, MERGE_SHARES, MAX_PARTS = 128, 3072, 16, 128
 #: Positions that a CTA has room for, fewest that are worth one, and CTAs that share those of a token: 16 with
 #: one tile of heads, of which two fit a multiprocessor, so that clusters of 16 do.
 MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
+_KEPT = 1024  # bytes of a CTA's shared memory, by the hardware
 #: With more than 16 heads the Triton kernel is faster until so many CTAs have work without a cluster: with up
 #: to 32 heads, and with more (docs/log/sparse_cuda.md, docs/log/sparse_many.md).
 _MANY, _MANY_OF_MANY_HEADS = 128, 64
@@ -177,12 +178,23 @@ def _specialised_few(index: int, spec: SelectedSpec) -> tuple[Kernel, Kernel]:
     device, config = torch.device("cuda", index), spec.config()
     jit.compile_ahead("selected_few_merge.cu", config, gpu.capability(index))
     few = jit.kernel("selected_few.cu", "attend_few", config, device, shared_bytes=few_shared_bytes(spec))
-    return few, jit.kernel("selected_few_merge.cu", "merge_few", config, device, shared_bytes=0)
+    unused = merge_shared_bytes(spec, gpu.shared_per_sm(index))
+    merge = jit.kernel("selected_few_merge.cu", "merge_few", config, device, shared_bytes=unused)
+    few.leave_room()
+    merge.leave_room()
+    return few, merge
 
 
 def few_shared_bytes(spec: SelectedSpec) -> int:
     """Dynamic shared memory of ``selected_few.cu``, as selected_parts.cuh counts it."""
     return (PART_KEYS + 16) * (spec.rank + spec.rope) * 2 + PART_KEYS * 32 + 512 + 4 * TABLE_ROOM
+
+
+def merge_shared_bytes(spec: SelectedSpec, shared_per_sm: int) -> int:
+    """Dynamic shared memory of the merge, which it does not use: what a CTA of ``selected_few.cu`` leaves, so
+    that one of the merge's fits beside each, and few crowd where there is none (docs/log/latent_room.md)."""
+    of_weights = 16 * (spec.max_parts + 12) * 4  # at most, as selected_few_merge.cu counts them
+    return max(shared_per_sm - few_shared_bytes(spec) - 2 * _KEPT - of_weights, 0) // 1024 * 1024
 
 
 def shared_bytes(spec: SelectedSpec) -> int:

@@ -8,7 +8,7 @@ constexpr int PART_KEYS = WARPS * 16;                     // 16 of each warp
 constexpr int PART_Q_AT = PART_KEYS / 8 * GROUP_BYTES;    // behind the keys
 constexpr int WEIGHTS_AT = PART_Q_AT + 2 * GROUP_BYTES;   // of 64 keys each, as P_AT
 constexpr int WARP_TOPS_AT = WEIGHTS_AT + PART_KEYS / 64 * 2048;  // [16, WARPS], maxima of the warps' keys
-constexpr int TABLE_AT = WARP_TOPS_AT + 16 * WARPS * 4, TABLE_ROOM = 4096;
+constexpr int TABLE_AT = WARP_TOPS_AT + 16 * WARPS * 4, TABLE_ROOM = 3072;
 constexpr int PART_BYTES = TABLE_AT + TABLE_ROOM * 4;
 constexpr int COPIES = 3;                                 // of half a warp's keys, by columns
 constexpr int KEPT = (SQUARES + 1) / 2;                   // squares of queries in registers

@@ -102,6 +102,7 @@ class Params(ctypes.Structure):
 kernel = Kernel(b"code", "name", 50_000, prefer_shared=True)
 assert kernel.parameters() == [(0, 8), (16, 8)]
 assert kernel.resident(256, 16, 132) == 80
+kernel.leave_room()
 kernel.launch(7, 96, Params(3, 4), early=True, offsets=(0, 8))
 kernel.launch(8, 64, Params(5, 6), early=False, offsets=(8, 0))
 kernel.launch(7, 96, Params(3, 4), early=True, offsets=(0, 8))
@@ -119,8 +120,9 @@ library.calls.restype = ctypes.c_char_p
 print(library.calls().decode())
 """
 
-#: Numbers are cuda.h's: attributes 8 (shared memory) and 14 (clusters over 8) of a function, 6 (early) and
-#: 4 (cluster) of a launch; kinds 6, 9 and 0 and swizzles 3, 2 and 0 of a tensor map.
+#: Numbers are cuda.h's: attributes 8 (shared memory), 9 (its share of the memory) and 14 (clusters over 8)
+#: of a function, 6 (early) and 4 (cluster) of a launch; kinds 6, 9 and 0 and swizzles 3, 2 and 0 of a tensor
+#: map.
 SEEN = """\
 cuModuleLoadData code
 cuModuleGetFunction name 1
@@ -128,6 +130,7 @@ cuFuncSetAttribute 8 50000
 cuFuncSetCacheConfig 1
 cuFuncSetAttribute 14 1
 cuOccupancyMaxActiveClusters grid 128,1,1 block 256,1,1 shared 50000 stream 0 attribute 4 16
+cuFuncSetAttribute 9 100
 cuLaunchKernelEx grid 7,1,1 block 96,1,1 shared 50000 stream 4242 attribute 6 1 params 3 4 extra 0
 cuLaunchKernelEx grid 8,1,1 block 64,1,1 shared 50000 stream 4242 params 6 5 extra 0
 cuLaunchKernelEx grid 7,1,1 block 96,1,1 shared 50000 stream 4242 attribute 6 1 params 3 4 extra 0

@@ -68,14 +68,17 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
 
 
 def test_a_merge_fits_beside(tmp_path: Path) -> None:
-    """Registers of a quarter of a multiprocessor: two warps of a part, one of the merge. Without room its
-    CTAs stand where the next call's should begin."""
-    config = DECODE.config()
+    """Registers of a quarter of a multiprocessor: two warps of a part, one of the merge. Shared memory: a CTA
+    of each, but not five of the merge. Without room its CTAs stand where the next call's should begin."""
+    config, sm = DECODE.config(), 228 * 1024
     few, merge = (
-        registers(compiled(tmp_path, file, config)[1])
-        for file in ("selected_few.cu", "selected_few_merge.cu")
+        compiled(tmp_path, file, config)[1] for file in ("selected_few.cu", "selected_few_merge.cu")
     )
-    assert (-(-few // 8) * 2 + -(-merge // 8)) * 8 * 32 <= 16384
+    assert (-(-registers(few) // 8) * 2 + -(-registers(merge) // 8)) * 8 * 32 <= 16384
+    found = re.search(r"(\d+) bytes smem", merge)
+    assert found and "smem" not in few, few + merge
+    of_merge = selected.merge_shared_bytes(DECODE, sm) + int(found[1]) + 1024
+    assert selected.few_shared_bytes(DECODE) + 1024 + of_merge <= sm < of_merge * 5
 
 
 def test_how_work_is_cut() -> None:

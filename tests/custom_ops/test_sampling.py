@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels, over
 from op_inputs.sampling import (
     SAMPLING_ROWS,
     assert_finish_is_both,
@@ -74,19 +75,6 @@ def test_noise_is_finite_at_both_ends() -> None:
     )
 
 
-def draws(row: dict[str, float], logits: Tensor, count: int) -> Tensor:
-    """How often each token came in ``count`` draws: counters 0, 1, ... of one seed."""
-    inputs = make_sampling_inputs([row] * count, vocab_size=len(logits))
-    inputs |= {
-        "logits": logits.expand(count, -1),
-        "seeds": torch.full((count,), 99),
-        "counters": torch.arange(count),
-    }
-    inputs["seen"].zero_()
-    DEFAULT.sample_tokens(**inputs)
-    return inputs["out"].bincount(minlength=len(logits))
-
-
 @pytest.mark.parametrize(
     ("row", "kept"),
     [
@@ -99,13 +87,19 @@ def draws(row: dict[str, float], logits: Tensor, count: int) -> Tensor:
     ],
     ids=str,
 )
-def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> None:
+@over("default")
+def test_draws_follow_the_probabilities(on: Kernels, row: dict[str, float], kept: int) -> None:
     """Chi-square against softmax over the kept tokens; 20000 draws of one seed, so always the same ones."""
     logits = torch.tensor([0.2, -1.0, 1.1, 0.0, -0.4, 0.9, -2.0, 0.5, 0.3, -0.1, 0.7, -3.0])
     keep = kept_by_oracle(logits, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **row})
     assert int(keep.sum()) == kept
     count = 20_000
-    counts = draws(row, logits, count)
+    inputs = make_sampling_inputs([row] * count, vocab_size=len(logits), device=on.device)
+    inputs |= {"logits": logits.to(on.device).expand(count, -1)}
+    inputs["counters"].copy_(torch.arange(count))
+    inputs["seeds"].fill_(99), inputs["seen"].zero_()
+    on.ops.sample_tokens(**inputs)
+    counts = inputs["out"].cpu().bincount(minlength=len(logits))
     assert not bool(counts[~keep].any())
     want = (logits[keep].double() / row.get("temperature", 1.0)).softmax(-1) * count
     statistic = float(((counts[keep] - want) ** 2 / want).sum())

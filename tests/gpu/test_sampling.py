@@ -74,23 +74,6 @@ def test_coarse_scores_are_as_near_as_they_say() -> None:
     assert float((exact.double() - reference_noise(bits)).abs().max()) < 2e-5
 
 
-@pytest.mark.parametrize(
-    ("row", "kept"), [({}, 12), ({"top_k": 5}, 5), ({"top_p": 0.8}, 7), ({"temperature": 0.5}, 12)], ids=str
-)
-def test_draws_follow_the_probabilities(row: dict[str, float], kept: int) -> None:
-    logits = torch.tensor([0.2, -1.0, 1.1, 0.0, -0.4, 0.9, -2.0, 0.5, 0.3, -0.1, 0.7, -3.0], device="cuda")
-    count = 20_000
-    inputs = make_sampling_inputs([row] * count, vocab_size=12, device="cuda")
-    inputs |= {"logits": logits.expand(count, -1), "counters": torch.arange(count, device="cuda")}
-    inputs["seeds"].fill_(99)
-    TRITON.sample_tokens(**inputs)
-    likeliest = logits.argsort(descending=True)[:kept]
-    counts = inputs["out"].bincount(minlength=12)
-    want = (logits[likeliest].double() / row.get("temperature", 1.0)).softmax(-1) * count
-    assert int(counts[likeliest].sum()) == count
-    assert float(((counts[likeliest] - want) ** 2 / want).sum()) < kept - 1 + 4 * (2 * (kept - 1)) ** 0.5
-
-
 def test_tokens_are_independent_of_batch_composition() -> None:
     """Alone and among 63 others, which means other tiles; in other rows, with other strides, time
     after time."""

@@ -185,44 +185,19 @@ def test_single_tokens_by_cuda_match_the_oracle(batch: str, family: str, state_d
     assert_state_close(BACKEND_OPS["cuda"], REFERENCE, "linear_attention", inputs)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtypes"),
-    [
-        ("cuda", (torch.bfloat16, None)),
-        ("cuda", (torch.float16, torch.float16)),
-        ("cuda", (torch.float32, None)),
-        ("triton", (torch.bfloat16, None)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("size", STEP_SIZES)
-def test_delta_step_matches_the_oracle(size: str, backend: str, dtypes: tuple[Any, Any]) -> None:
-    """Sizes that the kernel does not take go through its parts."""
-    for batch in ("decode", "decode_begins", "decode_padded", "no_tokens"):
-        given = {"dtype": dtypes[0], "state_dtype": dtypes[1], "weight_dtype": torch.float32}
-        inputs = on_gpu(make_delta_step_inputs(STATE_BATCHES[batch], **given, **STEP_SIZES[size]))
-        if torch.cuda.get_device_capability() == (9, 0) and batch != "no_tokens":
-            whole = "odd" not in size and dtypes[0] != torch.float32
-            assert (delta_step.route(DeltaStepCall(**inputs)) is None) == whole
-        assert_delta_step_close(BACKEND_OPS[backend], REFERENCE, inputs)
-
-
-def test_delta_step_of_many_rows_again_and_again() -> None:
-    """Heads that share a key meet: a window moved on too soon would be read by another one. As many rows as
-    take several rounds of CTAs, a launch right behind another."""
-    rows = Rows(tuple((n % 3, 1) for n in range(60)), void=(7, 40))
-    sizes = {"heads": 32, "key_heads": 8, "groups": 8, "key_dim": 64, "value_dim": 64}
-    given = make_delta_step_inputs(rows, dtype=torch.bfloat16, num_slots=70, **sizes)
-    inputs = on_gpu(given)
-    for _ in range(20):
-        BACKEND_OPS["cuda"].delta_step(**inputs)
-        inputs["seq_lens"] += 1  # all go on
-        parts = clone(given)
-        REFERENCE.delta_step(**parts)
-        given = parts | {"seq_lens": parts["seq_lens"] + 1}
-    assert torch.equal(inputs["conv_state"].cpu().nan_to_num(), given["conv_state"].nan_to_num())
-    torch.testing.assert_close(inputs["state"].cpu(), given["state"], rtol=0.02, atol=0.02, equal_nan=True)
-    torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.05)
+#: Op -> its inputs, check, record and launcher; sizes of models, and of many rows; how near results are.
+STEPS: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], dict[str, Any], float]] = {
+    "delta_step": (
+        *(make_delta_step_inputs, assert_delta_step_close, DeltaStepCall, delta_step, STEP_SIZES),
+        {"heads": 32, "key_heads": 8, "groups": 8, "key_dim": 64, "value_dim": 64},
+        0.05,
+    ),
+    "mamba2_step": (
+        *(make_mamba2_step_inputs, assert_mamba2_step_close, Mamba2StepCall, mamba2_step, MAMBA2_SIZES),
+        {"heads": 48, "groups": 2, "key_dim": 64, "value_dim": 64},
+        0.2,
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -231,36 +206,39 @@ def test_delta_step_of_many_rows_again_and_again() -> None:
     ids=["bf16", "fp16", "fp32"],
 )
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("size", MAMBA2_SIZES)
-def test_mamba2_step_matches_the_oracle(size: str, backend: str, dtypes: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize(("op", "size"), [(op, size) for op, step in STEPS.items() for size in step[4]])
+def test_whole_steps_match_the_oracle(op: str, size: str, backend: str, dtypes: tuple[Any, Any]) -> None:
     """Sizes that the kernel does not take go through its parts."""
+    make, check, record, launcher, sizes, _, _ = STEPS[op]
     for batch in ("decode", "decode_begins", "decode_padded", "no_tokens"):
-        given = {"dtype": dtypes[0], "state_dtype": dtypes[1], "weight_dtype": torch.float32}
-        given |= {"semaphore": batch != "decode", **MAMBA2_SIZES[size]}
-        inputs = on_gpu(make_mamba2_step_inputs(STATE_BATCHES[batch], **given))
+        given = {"dtype": dtypes[0], "state_dtype": dtypes[1], "weight_dtype": torch.float32, **sizes[size]}
+        given |= {"semaphore": batch != "decode"} if op == "mamba2_step" else {}
+        inputs = on_gpu(make(STATE_BATCHES[batch], **given))
         if torch.cuda.get_device_capability() == (9, 0) and batch != "no_tokens":
-            whole = size != "odd" and dtypes[0] != torch.float32
-            assert (mamba2_step.route(Mamba2StepCall(**inputs)) is None) == whole
-        assert_mamba2_step_close(BACKEND_OPS[backend], REFERENCE, inputs)
+            whole = "odd" not in size and dtypes[0] != torch.float32
+            assert (launcher.route(record(**inputs)) is None) == whole
+        check(BACKEND_OPS[backend], REFERENCE, inputs)
 
 
-def test_mamba2_step_of_many_rows_again_and_again() -> None:
-    """The window that a group shares is moved on by its last CTA, however many rounds of CTAs there are, and
-    the semaphore is zeros for the launch right behind."""
+@pytest.mark.parametrize("op", STEPS)
+def test_whole_steps_of_many_rows_again_and_again(op: str) -> None:
+    """Heads that share a key, or a group's window, meet: a window moved on too soon would be read by another
+    one. As many rows as take several rounds of CTAs, a launch right behind another, for which a semaphore is
+    zeros again."""
     rows = Rows(tuple((n % 3, 1) for n in range(60)), void=(7, 40))
-    sizes = {"heads": 48, "groups": 2, "key_dim": 64, "value_dim": 64}
-    given = make_mamba2_step_inputs(rows, dtype=torch.bfloat16, num_slots=70, **sizes)
+    make, *_, sizes, near = STEPS[op]
+    given = make(rows, dtype=torch.bfloat16, num_slots=70, **sizes)
     inputs = on_gpu(given)
     for _ in range(20):
-        BACKEND_OPS["cuda"].mamba2_step(**inputs)
+        getattr(BACKEND_OPS["cuda"], op)(**inputs)
         inputs["seq_lens"] += 1  # all go on
         parts = clone(given)
-        REFERENCE.mamba2_step(**parts)
+        getattr(REFERENCE, op)(**parts)
         given = parts | {"seq_lens": parts["seq_lens"] + 1}
     assert torch.equal(inputs["conv_state"].cpu().nan_to_num(), given["conv_state"].nan_to_num())
-    assert not inputs["semaphore"].any()
+    assert op == "delta_step" or not inputs["semaphore"].any()
     torch.testing.assert_close(inputs["state"].cpu(), given["state"], rtol=0.02, atol=0.02, equal_nan=True)
-    torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.2)
+    torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=near)
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "delta_step", "mamba2_step"])

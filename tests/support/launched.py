@@ -188,13 +188,14 @@ def attention_launches(
     return launches
 
 
-def check(op: str, inputs: dict[str, Any], target: str, once: int = 0) -> None:
+def check(op: str, inputs: dict[str, Any], target: str, once: int = 0) -> list[Any]:
     """Each launch of an op compiles for a target, fits its shared memory, and spills no more than ``once``
-    bytes outside of loops."""
+    bytes outside of loops. Returns what they compile to."""
     with recorded(target) as launches:
         getattr(BACKEND_OPS["triton"], op)(**inputs)
     assert launches
-    for launch in launches:
-        compiled = compile_launch(launch, target)
-        assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target], launch.name
-        aot.check_spills(compiled, once)
+    compiled = [compile_launch(launch, target) for launch in launches]
+    for one in compiled:
+        assert aot.resources(one)["shared"] <= aot.SHARED_LIMIT[target], one.name
+        aot.check_spills(one, once)
+    return compiled

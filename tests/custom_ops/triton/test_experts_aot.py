@@ -10,8 +10,6 @@ import torch
 from op_inputs.experts import make_route_inputs
 from op_inputs.layers import make_gate_heads_inputs, make_gate_inputs
 
-from torchpaged.custom_ops import BACKEND_OPS
-
 #: Experts, of a token, hidden_size, inner numbers, those of the shared expert.
 SIZES = {
     "deepseek_v2_lite": (64, 6, 2048, 1408, 2816),
@@ -73,13 +71,8 @@ BF16 = torch.bfloat16
 
 def check(op: str, target: str, inputs: dict[str, Any]) -> str:
     """PTX of an op's launch, "" on AMD: no spills, accesses of 16 bytes."""
-    with launched.recorded(target) as launches:
-        getattr(BACKEND_OPS["triton"], op)(**inputs)
-    (launch,) = launches
-    compiled = launched.compile_launch(launch, target)
-    found = aot.resources(compiled)
-    assert found["spilled"] == 0, found
-    assert found["shared"] <= 4096, found
+    (compiled,) = launched.check(op, inputs, target)
+    assert aot.resources(compiled)["shared"] <= 4096
     if target == "gfx942":
         return ""
     assert "ld.global.v4" in compiled.asm["ptx"]

@@ -25,13 +25,17 @@ TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 
 @pytest.mark.slow_cases(but=("torch.bfloat16-40-*",))
 @pytest.mark.parametrize(
-    ("rank", "rope", "num_heads", "block_size"), [(40, 6, 1, 1), (32, 16, 20, 64), (128, 32, 33, 16)]
+    ("rank", "rope", "num_heads", "block_size"),
+    [(40, 6, 1, 1), (32, 16, 20, 64), (128, 32, 33, 16), (128, 32, 80, 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_shapes_and_dtypes(dtype: torch.dtype, rank: int, rope: int, num_heads: int, block_size: int) -> None:
+    """Over all keys, and over positions in rows of a wider tensor."""
     sizes = {"num_heads": num_heads, "rank": rank, "rope": rope, "block_size": block_size}
     batch = make_latent_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, **sizes)
     assert_latent_close(*run_mla_attention(TRITON, batch), batch)
+    indices = selected(batch, "some", top_k=50)[:, 1:40]
+    assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
 
 
 @pytest.mark.slow_cases("mixed")
@@ -102,36 +106,6 @@ def test_selected_keys(kind: str, spec: str, parts: int, causal: bool, monkeypat
 
 
 @pytest.mark.slow_cases(but=("torch.bfloat16-40-*",))
-@pytest.mark.parametrize(
-    ("rank", "rope", "num_heads", "block_size"), [(40, 6, 1, 1), (32, 16, 20, 64), (128, 32, 80, 16)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_selected_shapes_and_dtypes(
-    dtype: torch.dtype, rank: int, rope: int, num_heads: int, block_size: int
-) -> None:
-    """Positions in rows of a wider tensor."""
-    sizes = {"num_heads": num_heads, "rank": rank, "rope": rope, "block_size": block_size}
-    batch = make_latent_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, **sizes)
-    indices = selected(batch, "some", top_k=50)[:, 1:40]
-    assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
-
-
-def test_nan_of_keys_that_are_not_selected() -> None:
-    batch = make_latent_batch(BatchSpec("decode", (20, 20), (1, 1)), num_heads=2, rank=16, rope=8)
-    indices = torch.tensor([[3, 7, 30], [3, 7, -1]], dtype=torch.int32)
-    want, _ = run_mla_attention(REFERENCE, batch, indices=indices)
-    for request in range(2):
-        for position in range(20):
-            if position not in (3, 7):
-                slot = batch.k_cache.shape[1]
-                batch.k_cache[batch.block_table[request, position // slot].long(), position % slot] = float(
-                    "nan"
-                )
-    got, _ = run_mla_attention(TRITON, batch, indices=indices)
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.slow_cases(but=("torch.bfloat16-40-*",))
 @pytest.mark.parametrize(("rank", "rope", "num_heads"), [(40, 6, 1), (128, 32, 33), (320, 16, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_of_fp8(
@@ -150,15 +124,18 @@ def test_rows_of_fp8(
         assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
 
 
-def test_nan_of_fp8_rows_that_are_not_seen() -> None:
-    """Scales and rotated keys of NaN, behind the last key and between those that are selected."""
-    batch = as_fp8(make_latent_batch(BatchSpec("decode", (20, 7), (1, 1)), num_heads=2, rank=16, rope=8))
+@pytest.mark.parametrize("fp8", [False, True])
+def test_nan_of_keys_that_are_not_selected(fp8: bool) -> None:
+    """Between those that are; of rows of fp8 scales and rotated keys of NaN, too."""
+    batch = make_latent_batch(BatchSpec("decode", (20, 7), (1, 1)), num_heads=2, rank=16, rope=8)
+    batch = as_fp8(batch) if fp8 else batch
     indices = torch.tensor([[3, 7, 30], [3, 1, -1]], dtype=torch.int32)
     want, _ = run_mla_attention(REFERENCE, batch, indices=indices)
-    size, pool = batch.k_cache.shape[1], batch.k_cache.view(torch.uint8)
+    size, pool, nan = batch.k_cache.shape[1], batch.k_cache, float("nan")
+    pool, nan = (pool.view(torch.uint8), 0xFF) if fp8 else (pool, nan)
     for request, seen in enumerate(((3, 7), (1, 3))):
         for position in {*range((20, 7)[request])} - {*seen}:
-            pool[int(batch.block_table[request, position // size]), position % size] = 0xFF
+            pool[int(batch.block_table[request, position // size]), position % size] = nan
     got, _ = run_mla_attention(TRITON, batch, indices=indices)
     torch.testing.assert_close(got, want)
 

@@ -139,6 +139,7 @@ def join_kernel(segment, batch, state, joined_ptr, SIZES: tl.constexpr, HALF: tl
     VALUE_DIM: tl.constexpr = SIZES.value_dim
     TILE: tl.constexpr = SIZES.tile
     DTYPE: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    PRECISION: tl.constexpr = SIZES.precision
     WIDTH: tl.constexpr = VALUE_DIM + KEY_DIM
     TILES: tl.constexpr = (VALUE_DIM + TILE - 1) // TILE
     pid = tl.program_id(0)
@@ -161,5 +162,5 @@ def join_kernel(segment, batch, state, joined_ptr, SIZES: tl.constexpr, HALF: tl
             tl.store(here + d[None, :], matrix, mask=inside)
             if (part > 0) & (part < last):
                 over = tl.load(here + VALUE_DIM + n[None, :], mask=of_keys, other=0.0)
-                end += exact_product(over, matrix, DTYPE, SIZES.precision)
+                end += exact_product(over, matrix, DTYPE, PRECISION)
             matrix = end

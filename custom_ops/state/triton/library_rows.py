@@ -103,15 +103,17 @@ def library_rows_kernel(num_reqs, num_tokens, q, k, v, g, beta, batch, out, rows
     end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
     inside = at < end
     live = (at >= first) & (at < count) & (slot > 0)
-    tile, n = (token, live, inside), SIZES.key_heads
+    KEYS: tl.constexpr = SIZES.key_heads
+    NORMALIZE: tl.constexpr = SIZES.normalize
+    tile = (token, live, inside)
     if head == SIZES.copies:
         gates_of_tokens(g, beta, out, rows, tile, inside & (at >= count), SIZES)
-    elif head < n:
-        copy_tokens(q, rows.q, tile, head, n, SIZES.key_dim, SIZES.key_pad, SIZES.normalize)
-    elif head < 2 * n:
-        copy_tokens(k, rows.k, tile, head - n, n, SIZES.key_dim, SIZES.key_pad, SIZES.normalize)
+    elif head < KEYS:
+        copy_tokens(q, rows.q, tile, head, KEYS, SIZES.key_dim, SIZES.key_pad, NORMALIZE)
+    elif head < 2 * KEYS:
+        copy_tokens(k, rows.k, tile, head - KEYS, KEYS, SIZES.key_dim, SIZES.key_pad, NORMALIZE)
     else:
-        copy_tokens(v, rows.v, tile, head - 2 * n, SIZES.heads, SIZES.value_dim, SIZES.value_pad, False)
+        copy_tokens(v, rows.v, tile, head - 2 * KEYS, SIZES.heads, SIZES.value_dim, SIZES.value_pad, False)
     if (head == 0) & (part == 0):
         writes = tl.where(slot > 0, slot, -1)
         tl.store(rows.writes + req, writes)

@@ -217,6 +217,21 @@ def test_torchs_own_error_is_ours(folders: Path, monkeypatch: pytest.MonkeyPatch
         load_compile_cache(path)
 
 
+def test_a_folder_that_can_not_be_written(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled, then, as they are without the file."""
+    path = folders / "cache.tpc"
+    jit.cache_folder().mkdir(parents=True)
+    (jit.cache_folder() / "abc.cubin").write_bytes(b"machine code")
+    save_compile_cache(path)
+    (folders / "file").touch()
+    monkeypatch.setenv("TORCHPAGED_CACHE", str(folders / "file" / "below"))
+    with pytest.warns(CompileCacheWarning, match="not loaded as a whole.*Not a directory"):
+        report = load_compile_cache(path)
+    assert report.loaded
+    assert report.cuda_kernels == 0
+    assert "Not a directory" in report.reason
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "cache.tpc")
     with pytest.raises(CompileCacheError, match="got a folder, a pipe or a device"):

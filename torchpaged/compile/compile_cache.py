@@ -59,7 +59,7 @@ class CompileCacheReport:
     Attributes:
         path: the file.
         loaded: False only if `load_compile_cache` found another version's or another GPU's.
-        reason: why it was not loaded; "" otherwise.
+        reason: why it was not loaded, or not all of its kernels were; "" otherwise.
         artifacts: torch's artifacts by kind ("inductor", "aot_autograd" ...), how many.
         triton_kernels, cuda_kernels: how many of torchpaged's own.
         num_bytes: of the file.
@@ -188,7 +188,8 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
 
     Returns:
         A report. ``loaded`` is False, and a `CompileCacheWarning` is given, if the file belongs to other
-        versions or another GPU; nothing was changed then, and everything is compiled as usual.
+        versions or another GPU; nothing was changed then, and everything is compiled as usual. So are
+        kernels that can't be written where they are looked for, of which it warns, too.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -216,14 +217,18 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
         match = _MEMBER.fullmatch(name)
         if match is not None:
             entries.setdefault(match[1], {})[match[2]] = content
-    for group, files in entries.items():
-        if group == "cubin":
-            _write_files(jit.cache_folder(), files)
-            report.cuda_kernels = len(files)
-        else:
-            for folder in _triton_folders():
-                _write_triton(folder / group.removeprefix("triton/"), files)
-            report.triton_kernels += 1
+    try:
+        for group, files in entries.items():
+            if group == "cubin":
+                _write_files(jit.cache_folder(), files)
+                report.cuda_kernels = len(files)
+            else:
+                for folder in _triton_folders():
+                    _write_triton(folder / group.removeprefix("triton/"), files)
+                report.triton_kernels += 1
+    except OSError as error:  # a full disk, or one to read only: a cache costs time alone
+        report.reason = f"{source}: {error}"
+        warnings.warn(f"compile cache not loaded as a whole: {error}", CompileCacheWarning, stacklevel=2)
     report.seconds = time.perf_counter() - started
     return report
 

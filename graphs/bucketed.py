@@ -113,7 +113,6 @@ class BucketedGraphs(NotCopied):
         self._views: dict[int, tuple[Any, ...]] = {}
         self._reports = {n: BucketReport(n) for n in buckets}
         self._seen: dict[int, int] = {}
-        self._bucket_of: dict[int, int] = {}
 
     def _require_graphs(self, max_query_len: int) -> None:
         """Refuse a session whose backend declares less than graphs of such steps need. An eager capture runs
@@ -231,9 +230,7 @@ class BucketedGraphs(NotCopied):
         first = self._first
         if first._dirty:
             first.reset()
-        bucket = self._bucket_of.get(num_rows)
-        if bucket is None:
-            bucket = self._bucket_of[num_rows] = bucket_for(self.buckets, num_rows)
+        bucket = bucket_for(self.buckets, num_rows)
         graph = self._graphs.get(bucket)
         if graph is None:
             if not capture:

@@ -10,8 +10,8 @@ from engine_requests import SIZES, drawn
 
 from torchpaged import ArgumentError
 from torchpaged.backends import Limits
-from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.chunk_budget import LEAST, ChunkBudget
+from torchpaged.engine import Generator, SamplingParams, chunk_budget
+from torchpaged.engine.chunk_budget import LEAST, ChunkBudget, least_padded
 from torchpaged.graphs import TapeCapture
 
 
@@ -184,6 +184,45 @@ def test_one_prompt_alone_gets_its_first_token_in_the_first_step(model: Any) -> 
     generator.submit([8, 9, 10])
     assert len(generator.step()) == 1
     assert generator.stats.mixed_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("decodes", "tokens", "taken"),
+    [
+        (250, 400, 262),  # 650 of 768: 118 would be padding, 138 are put off
+        (508, 600, 516),  # 1,108 of 2,048
+        (508, 100, 100),  # 4 and 96: a prompt would take long to its end
+        (250, 774, 774),  # a bucket as it is
+        (0, 600, 600),  # nothing decodes: the rest would be a step of its own
+        (100, 300, 300),  # 400 of 512 take no longer than 384
+        (100, 3000, 3000),  # launched from Python
+    ],
+)
+def test_what_would_be_padding_is_left_to_the_next_step(decodes: int, tokens: int, taken: int) -> None:
+    assert least_padded([256, 384, 512, 768, 1024, 2048], decodes, tokens) == taken
+
+
+def test_a_step_fills_its_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests decode, 18 tokens come: 20 of a graph for 32, so that 14 are computed at once."""
+    monkeypatch.setattr(chunk_budget, "LEAST_FILLED", 8)
+    options = {**SIZES, "prefill_chunk_size": 32}
+    prompts = [[8], [9], list(range(20, 38))]
+    generator = Generator(model, **options, prefill_buckets=[8, 16, 32])
+    forever = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    found: dict[int, list[int | None]] = {generator.submit(ids, forever): [] for ids in prompts[:2]}
+    for _ in range(3):
+        for event in generator.step():
+            found[event.request_id].append(event.token_id)
+    found[late := generator.submit(prompts[2], forever)] = []
+    left = []
+    while generator.has_unfinished:
+        for event in generator.step():
+            found[event.request_id].append(event.token_id)
+        left.append(generator._requests[late].remaining if late in generator._requests else 0)
+    assert left[:2] == [4, 0]
+    assert [report.padded_rows for report in generator.prefill_runner.report()][1:] == [0, 0]
+    want = Generator(model, **SIZES, graphs=False).generate(prompts, forever)
+    assert list(found.values()) == [output.token_ids for output in want]
 
 
 def test_what_was_decided_and_why(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             prefixes=self.prefix_cache,
             one_prompt_per_step=options.batch_invariant,
             mixes=decided.mixes,
+            buckets=decided.prefill_buckets,
             max_query_len=None if rings is None or rings.blocks is None else rings.blocks.step,
             budget=None if wait is None else ChunkBudget(wait, options.prefill_chunk_size),
             rings=rings,

@@ -17,7 +17,7 @@ from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.engine.chunk_budget import ChunkBudget
+from torchpaged.engine.chunk_budget import ChunkBudget, least_padded
 from torchpaged.engine.outputs import LatencyHistogram
 from torchpaged.engine.request_blocks import RequestBlocks
 from torchpaged.engine.sequence import Sequence
@@ -57,6 +57,8 @@ class Scheduler:
         one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
         mixes: decodes run in one pass with the chunks, and count: these get the rest of
             ``prefill_chunk_size``, and half of it at least.
+        buckets: numbers of tokens of captured steps with chunks, ascending: chunks are as long as fills one
+            (`least_padded`).
         max_query_len: prompt tokens of one request per step; None: as many as a step has.
         budget: prompt tokens of a step with decodes; None: not bounded further.
         rings: get each request's first block; None: no layer keeps rings.
@@ -81,6 +83,7 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         one_prompt_per_step: bool = False,
         mixes: bool = False,
+        buckets: Iterable[int] = (),
         max_query_len: int | None = None,
         budget: ChunkBudget | None = None,
         rings: "StepRings | None" = None,
@@ -96,7 +99,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.preemptions, self.swapped, self.budget = 0, 0, budget
         self.queue = LatencyHistogram()
-        self._one_prompt_per_step, self._mixes = one_prompt_per_step, mixes
+        self._one_prompt_per_step, self._mixes, self._buckets = one_prompt_per_step, mixes, tuple(buckets)
         self._max_query_len = prefill_chunk_size if max_query_len is None else max_query_len
 
     def add(self, sequence: Sequence) -> None:
@@ -160,13 +163,17 @@ class Scheduler:
 
     def _prompt_tokens(self, asking: list[Sequence], step: Schedule) -> int:
         """Prompt tokens of the next step at most; ``asking``: of the running requests, as of `_asking`."""
-        most, decodes = self.prefill_chunk_size, 0
+        most, decodes, prompts = self.prefill_chunk_size, 0, list[Sequence]()
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
             prompts = [s for s in asking if not s.decodes and s not in step.put_back]
             decodes = len(self.running) - len(prompts)
         if self._mixes:
             most = max(most - decodes, -(-most // 2))
-        return min(most, self.budget.tokens) if self.budget is not None and decodes else most
+        if self.budget is not None and decodes:
+            most = min(most, self.budget.tokens)
+        if self._mixes and self._buckets and decodes:
+            most = least_padded(self._buckets, decodes, min(most, sum(s.remaining for s in prompts)))
+        return most
 
     @property
     def prefills_left(self) -> bool:

@@ -63,7 +63,9 @@ class EventLog:
         """Of a place from 0 on."""
         token, text = self._tokens[index], self._texts.get(index, "")
         rest = self._rest.get(index)
-        return TokenEvent(self._request_id, token, text, *(rest or ()))
+        if rest is None:
+            return TokenEvent.of_token(self._request_id, token, text)
+        return TokenEvent(self._request_id, token, text, *rest)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         return (self[index] for index in range(len(self._tokens)))

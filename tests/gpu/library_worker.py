@@ -167,13 +167,18 @@ def suite_checks(backend: Backend, batches: tuple[str, ...] = tuple(BATCH_SPECS)
 
 
 def shape_checks(backend: Backend, batches: tuple[str, ...] = tuple(BATCH_SPECS)) -> Iterator[Named]:
-    """`SHAPES`, eagerly."""
+    """`SHAPES`, eagerly; none of them may be refused."""
     plain = {"variants": {"causal": ATTENTION_VARIANTS["causal"]}, "extras": PLAIN, "modes": ("eager",)}
     chosen = [name for name in ("decode_edges", "mixed_padded") if name in batches]
     for shape in SHAPES.get(backend.name, ()):
         asked = {"device": DEVICE, **SHAPE, **plain, "batches": chosen, **shape}
         for name, run in conformance_checks(backend, **asked):
-            yield f"{name} {shape}", run
+            yield f"{name} {shape}", partial(require_run, run)
+
+
+def require_run(run: Callable[[], Any]) -> None:
+    refused = run()
+    assert not refused, f"refused: {refused}"
 
 
 def flex_checks(backend: Backend) -> Iterator[Named]:
@@ -194,13 +199,13 @@ PARTS: dict[str, Callable[[Backend], Iterator[Named]]] = {
 
 
 def prove(name: str, part: str, only: str = "") -> None:
-    backend = get_backend(name)
+    backend, refusals = get_backend(name), []
     for check, run in PARTS[part](backend):
         if not re.search(only, check):
             continue
         began, error = time.time(), ""
         try:
-            run()
+            refusals.append(run())
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()
         except Exception as failure:
@@ -213,6 +218,7 @@ def prove(name: str, part: str, only: str = "") -> None:
         )
         if "illegal" in error or "device-side assert" in error:
             break
+    assert not (refusals and all(refusals)), f"ran nothing: {refusals[0]}"
 
 
 if __name__ == "__main__":

@@ -69,11 +69,11 @@ def test_many_query_rows_over_narrow_values(
 ) -> None:
     """40 and 80 query rows per kv head: products of 64 rows and more, of keys and of values."""
     dim, dim_v = widths
-    for num_heads, scales in ((5, "per_head"), (10, "one")):
+    for num_heads, scales in ((10, "per_head"), (20, "one")):
         batch = make_batch(
             BatchSpec("narrow values", (71, 34, 24, 700), (1, 8, 4, 8)),
             num_heads=num_heads,
-            num_kv_heads=1,
+            num_kv_heads=2,
             head_dim=dim,
             head_dim_v=dim_v,
             dtype=torch.bfloat16,

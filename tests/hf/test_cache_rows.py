@@ -570,7 +570,7 @@ def test_positions_behind_a_picture_are_no_other_prompt(chunks: tuple[int, ...],
     "model_type",
     [
         *("bloom", "falcon", "mpt", "xglm", "mamba", "mamba2"),
-        *("ctrl", "deepseek_v32", "gpt_bigcode", "llama4_text", "persimmon", "recurrent_gemma"),
+        *("ctrl", "deepseek_v32", "gpt_bigcode", "llama4_text", "persimmon", "recurrent_gemma", "zamba"),
     ],
 )
 def test_the_same_prompt_again_where_nothing_tells_positions(model_type: str, length: int) -> None:

@@ -353,6 +353,10 @@ def _bias(layer: Any) -> None:
     attn.q_a_proj.bias = nn.Parameter(torch.zeros(attn.q_a_proj.out_features))
 
 
+def _conv_dtype(layer: Any) -> None:
+    layer.conv.conv.double()
+
+
 LEFT_ALONE = {
     "hook": ("Llama", _hook("mlp.down_proj"), "mlp.down_proj has forward hooks"),
     "adapter": ("Llama", _adapted, "self_attn.o_proj is a "),
@@ -362,6 +366,7 @@ LEFT_ALONE = {
     "hook on latents": ("youtu", _hook("self_attn.kv_b_proj"), "self_attn.kv_b_proj has forward hooks"),
     "hook on a state": ("lfm2", _hook("conv.in_proj"), "conv.in_proj has forward hooks"),
     "convolution": ("lfm2", _other_conv, "conv.conv is a Sequential, expected Conv1d"),
+    "dtype of a convolution": ("lfm2", _conv_dtype, "its weights differ in dtype or device"),
     "forward of a state": ("lfm2", _forward("conv.in_proj"), "conv.in_proj has a forward of its own"),
 }
 

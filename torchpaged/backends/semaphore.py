@@ -13,7 +13,7 @@ from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops.errors import SemaphoreError
 
-#: Requests that there is room for where no limit was said: 32 KiB for layers of 8 kv heads.
+#: Requests that there is room for where no limit was said: 64 KiB for layers of 8 kv heads.
 ASSUMED_MAX_NUM_REQS = 1024
 
 

@@ -188,7 +188,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         ArgumentError: of `submit` and `generate`, with graphs: the model's modules, weights or adapters are
             others than those that the graphs were made with. Of several `submit` between two steps the first
             looks; what changes behind it, the next step raises. Steps that run the model's Python look
-            at all of it, replays at adapters.
+            at all of it but weights' addresses, replays at adapters.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """

@@ -4,7 +4,7 @@ things took."""
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from torchpaged.cache import PrefixCacheStats
@@ -91,10 +91,13 @@ class TokenEvent:
     @classmethod
     def of_token(cls, request_id: int, token_id: int | None, text: str) -> "TokenEvent":
         """With nothing besides: a step of a large batch has hundreds, and a frozen class sets each field by a
-        call, which takes longer than all else of them. The other fields are the class's own defaults."""
+        call, which takes longer than all else of them."""
         event = object.__new__(cls)
-        event.__dict__.update(request_id=request_id, token_id=token_id, text=text)
+        event.__dict__.update(_NOTHING_BESIDES, request_id=request_id, token_id=token_id, text=text)
         return event
+
+
+_NOTHING_BESIDES = {each.name: each.default for each in fields(TokenEvent) if each.default is not MISSING}
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Stepper:
         Raises:
             TorchpagedError: another engine has the model's cache.
             ArgumentError: the model was fused or unfused since its graphs were made; or it changed otherwise,
-                and a request came since the last step.
+                and a request came since the last step, or this one runs the model's Python.
             Exception: none of them got through a step alone, so that it is no matter of a request. They go on
                 with the next step.
         """

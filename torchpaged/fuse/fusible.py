@@ -87,6 +87,7 @@ def why_changed(layer: Any) -> str | None:
         if path and own_forward(module) is not None and not is_packed(module):
             return f"{path} has a forward of its own"
     used = [layer.get_submodule(path) for path in linears]
+    used += [module for module in layer.modules() if type(module) is nn.Conv1d]  # no cast ahead of its op
     used = used or [getattr(layer, name) for name in names.norms]
     weights = [p for module in used for p in module.parameters(recurse=False)]
     if any(type(p.data) is not Tensor for p in weights):

@@ -118,7 +118,7 @@ def _looking_at_prompts(model: PreTrainedModel) -> dict[Any, Function]:
     """generate() of a model none of whose layers hands positions on is where a prompt shows that does not go
     on behind the cached tokens."""
     name = "prepare_inputs_for_generation"
-    if not hasattr(model, name) or name in vars(model):
+    if not hasattr(model, name) or name in getattr(model, MARK, {}):
         return {}
     plain = plain_of(model, name)
 

@@ -140,14 +140,15 @@ def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:
     if not isinstance(cache, PagedOwner):
         return
     if left is not None and int(left) <= 0:
-        length = input_ids.shape[1]
+        embeds = options.get("inputs_embeds")
+        length = input_ids.shape[1] + (0 if embeds is None else embeds.shape[1])
         expected = f"more tokens than the {length - int(left)} in the cache"
         raise ArgumentError("input_ids", expected, str(length), ANOTHER_PROMPT)
     begins = of_decoder is not None and left is None and options.get("is_first_iteration")
     if options.get("use_cache") is False and (first := int(cache.get_seq_length())):
         raise _runs_again(first)
     if begins and (first := int(cache.get_seq_length())):
-        expected = f"one over all tokens, the {first} in the cache and more"
+        expected = f"one over all tokens, the {first} in the cache and more, and no prefill_chunk_size"
         raise ArgumentError("decoder_attention_mask", expected, "none, or a shorter one", ANOTHER_PROMPT)
 
 

@@ -31,7 +31,7 @@ register_family(Family(("jetmoe",), needs_dense="repeats its cached keys and val
 register_family(Family(("biogpt", "opt"), makes_ones=True))
 register_family(
     Family(
-        ("cohere_compass_text", "ctrl", "gpt_bigcode", "llama4_text", "persimmon", "zaya"),
+        ("cohere_compass_text", "ctrl", "gpt_bigcode", "llama4_text", "persimmon", "zamba", "zaya"),
         hides_positions=True,
     )
 )

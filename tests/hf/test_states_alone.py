@@ -9,7 +9,7 @@ import torch
 from model_coverage.architectures import config_of, model_of, with_random_weights
 from model_coverage.checks import compiling
 from model_coverage.hybrids import poison
-from test_states import GREEDY, cached, prompts, states_of
+from test_states import GREEDY, cached, prompts
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import BambaForCausalLM, DynamicCache
 
@@ -125,12 +125,12 @@ def test_what_a_cache_says() -> None:
     )
     assert (cache.get_seq_length(), cache.batch_size, cache.is_compileable) == (0, -1, True)
     model.generate(**prompts(), **GREEDY, past_key_values=cache)
-    size = sum(layer.num_bytes for layer in states_of(cache))
+    size = sum(layer.num_bytes for layer in cache.states)
     assert size == 7 * 20_224  # seven slots: one of them is of no request
     assert repr(cache) == (
         "PagedCache(6 rows of 48 tokens, 2 layers with a state per row, 138.25 KiB, backend='cpu')"
     )
-    poison(states_of(cache))
+    poison(cache.states)
     cache.reset()
     with pytest.raises(Exception, match="can't be copied"):
         copy.deepcopy(cache)

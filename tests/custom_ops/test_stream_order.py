@@ -2,6 +2,7 @@
 one rule that follows."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def defines(text: str, function: str, suffix: str) -> bool:
     )
 
 
+@functools.cache
 def functions_of_the_package() -> dict[str, ast.FunctionDef]:
     """Every function of the Triton kernels' files by name, also those that a kernel calls."""
     files = [path for path in (ROOT / "custom_ops").rglob("*.py") if "triton.jit" in path.read_text()]
@@ -279,6 +281,8 @@ def test_a_false_row_is_found(steps: list[str], launch: Launch, words: str) -> N
 
 
 def row(op: str, kernel: str, case: str = "") -> Launch:
+    if not op:
+        return Launch(kernel, (), waits="launch")
     found = [
         launch
         for launch in STREAM_ORDER[op]
@@ -308,7 +312,7 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def triton_launches() -> list[tuple[str, Any]]:
-    """``(op, recorded launch)`` of every Triton kernel, in each of its cases."""
+    """``(op, recorded launch)`` of every Triton kernel, in each of its cases; of those of no op with ""."""
     pytest.importorskip("triton", reason="triton is not installed")
     import launched
     import torch
@@ -327,6 +331,9 @@ def triton_launches() -> list[tuple[str, Any]]:
     from op_inputs.state import make_linear_inputs as make_state_inputs
 
     from torchpaged.custom_ops import BACKEND_OPS
+    from torchpaged.custom_ops.block_ops.packing import BlockPacking
+    from torchpaged.custom_ops.state.call import LinearAttentionCall
+    from torchpaged.custom_ops.state.triton.library_rows import gather_states, library_rows, scatter_states
     from torchpaged.testing import BATCH_SPECS, run_paged_attention
 
     ops = BACKEND_OPS["triton"]
@@ -398,6 +405,14 @@ def triton_launches() -> list[tuple[str, Any]]:
         with launched.recorded() as launches:
             run_paged_attention(ops, make_hanging_batch(case), **case.options)
         found.extend(("paged_attention", launch) for launch in launches)
+    sizes = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
+    call = LinearAttentionCall(**make_state_inputs(STATE_BATCHES["chunks"], **sizes))
+    pools, moved = torch.zeros(2, 4, 64, dtype=torch.uint8), torch.zeros(2, 128, dtype=torch.uint8)
+    with launched.recorded() as launches:
+        rows = library_rows(call)
+        scatter_states(gather_states(rows.reads, call.state), rows.writes, call.state)
+        BlockPacking(list(pools), [0, 64]).run(moved, torch.tensor([1, 3]), 0, unpack=False)
+    found.extend(("", launch) for launch in launches)
     return found
 
 
@@ -414,6 +429,9 @@ def test_triton_ptx(triton_launches: list[tuple[str, Any]]) -> None:
         steps = order(launched.compile_launch(launch).asm["ptx"])
         wrong += [f"{op}, {launch.name}, {expected.case}: {text}" for text in complaints(expected, steps)]
     assert not wrong, "\n".join(wrong)
+    assert {launch.name for _, launch in triton_launches} == {
+        name for name in functions_of_the_package() if name.endswith("_kernel")
+    }
     missed = [
         (op, launch.kernel, launch.case)
         for op, launch in LAUNCHES

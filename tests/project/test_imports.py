@@ -4,6 +4,7 @@ Imports inside functions and under TYPE_CHECKING count like all others, except f
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,11 +154,18 @@ def imports_of(source: str, text: str, modules: set[str]) -> Iterator[Arrow]:
 
 SOURCES = sources()
 MODULES = set(SOURCES)
-ARROWS = sorted(
-    {arrow for name, path in SOURCES.items() for arrow in imports_of(name, path.read_text(), MODULES)}
-)
-INSIDE = [arrow for arrow in ARROWS if arrow.target.split(".")[0] == "torchpaged"]
-OF_OPS = [arrow for arrow in INSIDE if arrow.source.startswith(OPS) and arrow.target.startswith(OPS)]
+
+
+@functools.cache  # not when tests are collected, which every process does
+def all_arrows() -> list[Arrow]:
+    return sorted(
+        {arrow for name, path in SOURCES.items() for arrow in imports_of(name, path.read_text(), MODULES)}
+    )
+
+
+@functools.cache
+def inside() -> list[Arrow]:
+    return [arrow for arrow in all_arrows() if arrow.target.split(".")[0] == "torchpaged"]
 
 
 def room(module: str) -> str:
@@ -208,11 +216,11 @@ def with_packages(arrow: Arrow) -> Iterator[tuple[str, str]]:
 # -------------------------------------------------------------------------------------------------- the tests
 def test_all_modules_are_looked_at() -> None:
     assert len(MODULES) > 180
-    assert len(INSIDE) > 500
+    assert len(inside()) > 500
     assert {room(module) for module in MODULES} == set(ROOMS), (
         "every room is in the table, and none that is not there"
     )
-    unknown = [arrow for arrow in INSIDE if arrow.target not in MODULES]
+    unknown = [arrow for arrow in inside() if arrow.target not in MODULES]
     assert not unknown, unknown
 
 
@@ -220,7 +228,7 @@ def test_all_modules_are_looked_at() -> None:
 def test_no_arrow_up(name: str) -> None:
     wrong = [
         f"{arrow.source} imports {arrow.target}"
-        for arrow in INSIDE
+        for arrow in inside()
         if room(arrow.source) == name
         and room(arrow.target) not in (name, *ROOMS[name])
         and not (arrow.lazy and (arrow.source, arrow.target) in LAZY)
@@ -231,13 +239,13 @@ def test_no_arrow_up(name: str) -> None:
 def test_the_table_itself_leads_down() -> None:
     assert not circles({(name, other) for name, others in ROOMS.items() for other in others})
     assert all(
-        any((arrow.source, arrow.target) == pair and arrow.lazy for arrow in INSIDE) for pair in LAZY
+        any((arrow.source, arrow.target) == pair and arrow.lazy for arrow in inside()) for pair in LAZY
     ), "an exception without use"
 
 
 def test_no_circle() -> None:
     arrows = {
-        pair for arrow in INSIDE for pair in with_packages(arrow) if pair not in LAZY and pair[0] != pair[1]
+        pair for arrow in inside() for pair in with_packages(arrow) if pair not in LAZY and pair[0] != pair[1]
     }
     assert not circles(arrows), "\n".join(" <-> ".join(group) for group in circles(arrows))
 
@@ -245,7 +253,7 @@ def test_no_circle() -> None:
 def test_graphs_know_no_op() -> None:
     wrong = [
         arrow
-        for arrow in INSIDE
+        for arrow in inside()
         if room(arrow.source) == "graphs"
         and room(arrow.target) == "custom_ops"
         and arrow.target not in OF_GRAPHS
@@ -260,7 +268,7 @@ def test_backends_do_not_import_each_other() -> None:
         if room(name) == "backends" and "\nBACKEND = " in path.read_text()
     }
     assert len(backends) >= 4
-    wrong = [arrow for arrow in INSIDE if {arrow.source, arrow.target} <= backends]
+    wrong = [arrow for arrow in inside() if {arrow.source, arrow.target} <= backends]
     assert not wrong, wrong
 
 
@@ -268,7 +276,8 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
     """A family's files import their own family alone: the kernels its checks, the reference its checks, and
     neither the other."""
     wrong = []
-    for arrow in OF_OPS:
+    of_ops = [arrow for arrow in inside() if arrow.source.startswith(OPS) and arrow.target.startswith(OPS)]
+    for arrow in of_ops:
         source, target = place(arrow.source), place(arrow.target)
         shared = arrow.target.removeprefix(f"{OPS}.").split(".")[0]
         if source is None:
@@ -304,7 +313,7 @@ def test_no_room_above_names_a_kernel() -> None:
     deep = {"triton", "cuda", "cpu", "reference"}
     wrong = [
         f"{arrow.source} imports {arrow.target}"
-        for arrow in INSIDE
+        for arrow in inside()
         if arrow.target.startswith(f"{OPS}.")
         and deep & set(arrow.target.removeprefix(OPS).split("."))
         and not arrow.source.startswith((OPS, *NAMES_KERNELS))
@@ -314,7 +323,7 @@ def test_no_room_above_names_a_kernel() -> None:
 
 def test_custom_ops_import_torch_only() -> None:
     wrong = []
-    for arrow in ARROWS:
+    for arrow in all_arrows():
         package = arrow.target.split(".")[0]
         if (
             not arrow.source.startswith(OPS)

@@ -31,13 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EARLY = ("sm_90", "sm_100")  # programmatic dependent launch
 
 
-def check(compiled: Any, target: str, no_spills: bool) -> None:
-    found = aot.resources(compiled)
-    assert found["shared"] <= aot.SHARED_LIMIT[target], found
-    if no_spills:
-        aot.check_spills(compiled)
-
-
 CASES = [
     ("bf16", 128, 4, "plain"),
     ("bf16", 64, 3, "plain"),
@@ -68,7 +61,8 @@ def compile_decode(
 def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
     dtype, _, _, options = case
     compiled = compile_decode(target, case)
-    check(compiled, target, no_spills=target == "sm_90" and options == "plain" and dtype != "fp32")
+    if target == "sm_90" and options == "plain" and dtype != "fp32":
+        aot.check_spills(compiled)
     if target != "gfx942" and dtype == "bf16" and options == "plain":
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "16-byte copies of keys and values"
 
@@ -78,18 +72,19 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
     "changed", [{"query_lens": (1,) * 1025}, {"block_size": 8}, {"block_size": 64}], ids=("scans", "8", "64")
 )
 def test_decode_options_compile(changed: dict[str, Any]) -> None:
-    check(compile_decode("sm_90", CASES[0], **changed), "sm_90", True)
+    aot.check_spills(compile_decode("sm_90", CASES[0], **changed))
 
 
 def test_decode_of_few_blocks_spills_nothing() -> None:
-    check(compile_decode("sm_90", ("bf16", 128, 4, "blocks"), (2,) * 100), "sm_90", True)
+    aot.check_spills(compile_decode("sm_90", ("bf16", 128, 4, "blocks"), (2,) * 100))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_decode_of_trees_compiles(target: str) -> None:
-    case = ("bf16", 128, 4, "tree, window, alibi")
-    check(compile_decode(target, case, (2,) * 100), target, target == "sm_90")
+    compiled = compile_decode(target, ("bf16", 128, 4, "tree, window, alibi"), (2,) * 100)
+    if target == "sm_90":
+        aot.check_spills(compiled)
 
 
 def innermost_loop(ptx: str) -> str:
@@ -118,11 +113,13 @@ def test_decode_loop_stays_in_registers(group: int) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3]], ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_decode_with_e4m3_results_compiles(target: str, case: tuple[str, int, int, str]) -> None:
-    check(compile_decode(target, case, fp8_results=True), target, case == CASES[0])
+    compiled = compile_decode(target, case, fp8_results=True)
+    if case == CASES[0]:
+        aot.check_spills(compiled)
 
 
 def test_fp8_caches_compile_for_sm_90() -> None:
-    check(compile_decode("sm_90", CASES[0], kv_dtype="fp8e4nv", scales=True), "sm_90", True)
+    aot.check_spills(compile_decode("sm_90", CASES[0], kv_dtype="fp8e4nv", scales=True))
 
 
 def early_steps(compiled: Any) -> list[str]:
@@ -156,16 +153,16 @@ def compile_write(target: str, dtype: torch.dtype = torch.bfloat16, **options: A
 def test_small_kernels_compile(target: str) -> None:
     for are_query_tokens in (False, True):
         written = compile_write(target, are_query_tokens=are_query_tokens)
-        check(written, target, True)
+        aot.check_spills(written)
         if target in EARLY:
             assert early_steps(written) == (LETS_READ_EARLY if are_query_tokens else READ_WHEN_WRITTEN)
     out_a, out_b, out = torch.zeros(3, 32, 8, 128, dtype=torch.bfloat16)
     lse_a, lse_b, lse = torch.zeros(3, 32, 8)
     merged = compile_op("merge_attn_states", out_a, lse_a, out_b, lse_b, out, lse, target=target)
-    check(merged, target, True)
+    aot.check_spills(merged)
     pools = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16)
     copied = compile_op("copy_blocks", *pools, torch.tensor([[1, 2]]), target=target)
-    check(copied, target, True)
+    aot.check_spills(copied)
     if target in EARLY:
         assert early_steps(copied) == ["st.global", "fence.acq_rel.gpu"]
     with launched.recorded(target) as launches:
@@ -173,7 +170,7 @@ def test_small_kernels_compile(target: str) -> None:
             bases, sizes, blocks = torch.zeros(3, 4, dtype=torch.int64)
             pack_blocks(bases, sizes, blocks, 0, torch.zeros(4, 64, dtype=torch.int64), unpack)
     for launch in launches:
-        check(launched.compile_launch(launch, target), target, True)
+        aot.check_spills(launched.compile_launch(launch, target))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["fp8e4nv", "fp8e5"])
@@ -239,7 +236,7 @@ def test_rope_write_kv_compiles(target: str, case: str) -> None:
         target=target,
         **given,
     )
-    check(compiled, target, no_spills=True)
+    aot.check_spills(compiled)
     if target in EARLY:
         branches = [*LETS_READ_EARLY, *LETS_READ_EARLY[1:]]  # programs of q, and of k and v, wait apart
         assert early_steps(compiled) == (READ_WHEN_WRITTEN if case == "many_tokens" else branches)

@@ -1,45 +1,26 @@
 """No Triton kernel holds a barrier but Triton's own, for the whole CTA: their order then does not
-matter.
+matter. (`launched.compile_launch` looks, whatever is compiled: here the kernels that once did.)
 
 Run under another Triton by its folder: ``TORCHPAGED_TRITONS=/path/one:/path/two pytest
 tests/custom_ops/triton/test_barriers.py`` does so for each.
 """
 
 import ast
-import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import aot
 import launched
 import ptx
 import pytest
 import torch
 import triton
 from hanging_batches import CASES, SEEN, Case, make_hanging_batch
-from op_inputs.experts import EXPERTS_CASES, make_experts_inputs
-from op_inputs.layers import (
-    make_embedding_inputs,
-    make_gate_heads_inputs,
-    make_gate_inputs,
-    make_linear_inputs,
-    make_norm_inputs,
-)
-from op_inputs.opcheck import opcheck_cases
-from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
-from op_inputs.state import STATE_BATCHES, Rows
-from op_inputs.state import make_linear_inputs as make_state_inputs
-from triton.runtime import JITFunction
 
 from torchpaged import custom_ops
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.block_ops.packing import BlockPacking
-from torchpaged.custom_ops.state.call import LinearAttentionCall
-from torchpaged.custom_ops.state.triton.library_rows import gather_states, library_rows, scatter_states
 from torchpaged.testing import run_paged_attention
 
 TRITON = BACKEND_OPS["triton"]
@@ -160,14 +141,6 @@ def test_what_is_no_whole_ptx_is_no_proof(text: str) -> None:
         ptx.barriers(text)
 
 
-def check(launches: list[launched.Launch], target: str = "sm_90") -> None:
-    assert launches
-    for launch in launches:
-        compiled = launched.compile_launch(launch, target)
-        assert ptx.complaints(compiled.asm["ptx"]) == [], launch.name
-        assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target]
-
-
 #: Every way the attention kernels are built in: the batches that hung, prompts, blocks of other sizes.
 ATTENTION = (
     SEEN
@@ -200,8 +173,11 @@ def test_attention(name: str) -> None:
     batch = make_hanging_batch(case)
     with launched.recorded() as launches:
         run_paged_attention(TRITON, batch, **case.options)
-    assert {launch.name for launch in launches} <= {"prefill_kernel", "decode_kernel"}
-    check(launches)
+    names = {launch.name for launch in launches}
+    assert names
+    assert names <= {"prefill_kernel", "decode_kernel"}
+    for launch in launches:
+        launched.compile_launch(launch)
 
 
 @pytest.mark.slow
@@ -209,63 +185,7 @@ def test_attention_on_other_gpus() -> None:
     case = SEEN["fp8_of_48"]
     with launched.recorded() as launches:
         run_paged_attention(TRITON, make_hanging_batch(case), **case.options)
-    check([launch for launch in launches if launch.name == "prefill_kernel"], "sm_100")
-
-
-def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """(op, arguments, options) that launch every other kernel."""
-    calls = [
-        (op, args, kwargs)
-        for op, args, kwargs in opcheck_cases(dtype=torch.bfloat16).values()
-        if op != "paged_attention"
-    ]
-    row = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-    layers = {
-        "embedding": make_embedding_inputs(width=576, dtype=torch.bfloat16),
-        "rms_norm": make_norm_inputs(dtype=torch.bfloat16),
-        "apply_experts": make_experts_inputs(**EXPERTS_CASES["one_token_with_all"], dtype=torch.bfloat16),
-        "act_and_mul": make_gate_inputs(dtype=torch.bfloat16),
-        "gate_heads": make_gate_heads_inputs(dtype=torch.bfloat16),
-        "linear": make_linear_inputs(dtype=torch.bfloat16),
-        "accept_tokens": make_accept_inputs(),
-        "sample_tokens": make_sampling_inputs([row, {}], vocab_size=600),
-        "finish_step": make_finish_inputs([row, {}], vocab_size=600),
-    }
-    latents = {  # long tables: contexts in parts, which are merged
-        "q": torch.randn(6, 4, 80, dtype=torch.bfloat16),
-        "kv_cache": torch.randn(130, 16, 1, 80, dtype=torch.bfloat16),
-        "block_table": torch.arange(1, 121, dtype=torch.int32).view(3, 40),
-        "seq_lens": torch.tensor([600, 19, 22], dtype=torch.int32),
-        "query_start_loc": torch.tensor([0, 4, 5, 6], dtype=torch.int32),
-        "out": torch.empty(6, 4, 64, dtype=torch.bfloat16),
-        "max_query_len": 4,
-        "scale": 0.11,
-    }
-    rows = {
-        "kv_c": torch.randn(3, 512, dtype=torch.bfloat16),
-        "k_pe": torch.randn(3, 64, dtype=torch.bfloat16),
-        "kv_cache": torch.zeros(4, 16, 1, 656, dtype=torch.float8_e4m3fn),
-        "slot_mapping": torch.tensor([17, 18, -1]),
-    }
-    widths = {"key_dim": 128, "value_dim": 48, "dtype": torch.bfloat16}
-    prompts, by_key = (
-        make_state_inputs(STATE_BATCHES["chunks"], by_key=by_key, **widths) for by_key in (False, True)
-    )
-    cut = make_state_inputs(Rows(((0, 2048),)), **widths | {"value_dim": 64})
-    return (
-        calls
-        + [("write_latent", (), rows), *(("linear_attention", (), x) for x in (prompts, by_key, cut))]
-        + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
-        + [("mla_attention", (), {**latents, "indices": torch.zeros(6, 640, dtype=torch.int32)})]
-    )
-
-
-def rows_of_libraries() -> None:
-    """What the backends around libraries of states launch."""
-    sizes = {"key_dim": 128, "value_dim": 128}
-    call = LinearAttentionCall(**make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **sizes))
-    rows = library_rows(call)
-    scatter_states(gather_states(rows.reads, call.state), rows.writes, call.state)
+    launched.compile_launch(next(launch for launch in launches if launch.name == "prefill_kernel"), "sm_100")
 
 
 def kernel_sources() -> list[Path]:
@@ -278,31 +198,6 @@ def kernel_sources() -> list[Path]:
     ]
     assert len(sources) > 10
     return sources
-
-
-def module_of(source: Path) -> str:
-    return ".".join(
-        (custom_ops.__name__, *source.relative_to(Path(custom_ops.__file__).parent).with_suffix("").parts)
-    )
-
-
-def test_every_other_kernel() -> None:
-    with launched.recorded() as launches:
-        for op, args, kwargs in small_ops():
-            if op != "cascade_attention":  # two launches of attention's kernels, which are seen above
-                getattr(TRITON, op)(*args, **kwargs)
-        rows_of_libraries()
-        pools = [torch.zeros(4, 64, dtype=torch.uint8) for _ in range(2)]
-        packing, rows = BlockPacking(pools, [0, 64]), torch.zeros(2, 128, dtype=torch.uint8)
-        packing.run(rows, torch.tensor([1, 3]), 0, unpack=False)
-    defined = {
-        function.__name__
-        for source in kernel_sources()
-        for function in vars(importlib.import_module(module_of(source))).values()
-        if isinstance(function, JITFunction) and function.__name__.endswith("_kernel")
-    }
-    assert {launch.name for launch in launches} == defined - {"prefill_kernel", "decode_kernel"}
-    check(launches)
 
 
 def test_sources_hold_no_barrier_of_their_own() -> None:
@@ -320,7 +215,8 @@ def test_sources_hold_no_barrier_of_their_own() -> None:
     "folder", [folder for folder in os.environ.get("TORCHPAGED_TRITONS", "").split(os.pathsep) if folder]
 )
 def test_under_another_triton(folder: str) -> None:
-    """This file, and the prefill kernel's machine code, with the Triton of ``folder``."""
+    """This file, the order in every kernel's PTX, and the prefill kernel's machine code, with the Triton of
+    ``folder``."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHPAGED_TRITONS"}
     root = Path(__file__).parents[3]
     environment["PYTHONPATH"] = os.pathsep.join([folder, str(root), environment.get("PYTHONPATH", "")])
@@ -333,7 +229,8 @@ def test_under_another_triton(folder: str) -> None:
     assert found.stdout.startswith(str(Path(folder).absolute())), (
         f"no triton in {folder}: {found.stdout}{found.stderr}"
     )
-    targets = [__file__, str(Path(__file__).with_name("test_prefill_aot.py"))]
+    every_kernel = f"{root / 'tests/custom_ops/test_stream_order.py'}::test_triton_ptx"
+    targets = [__file__, every_kernel, str(Path(__file__).with_name("test_prefill_aot.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *targets]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1450)
     assert done.returncode == 0, (

@@ -9,21 +9,8 @@ import pytest
 import torch
 from op_inputs.sampling import make_accept_inputs, make_sampling_inputs
 
-from torchpaged.custom_ops import BACKEND_OPS
-
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VOCAB = 128256
-
-
-def compile_op(op: str, target: str, inputs: dict[str, Any]) -> list[Any]:
-    """What each launch of an op compiles to."""
-    with launched.recorded(target) as launches:
-        getattr(BACKEND_OPS["triton"], op)(**inputs)
-    compiled = [launched.compile_launch(launch, target) for launch in launches]
-    for one in compiled:
-        aot.check_spills(one, once=8)
-        assert aot.resources(one)["shared"] <= aot.SHARED_LIMIT[target]
-    return compiled
 
 
 @pytest.mark.slow_cases(but=("sm_90-1-128256-bf16", "sm_90-64-128256-fp32"))
@@ -34,7 +21,7 @@ def compile_op(op: str, target: str, inputs: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_sample_tokens_compiles(target: str, num_rows: int, vocab_size: int, dtype: str) -> None:
     inputs = make_sampling_inputs([{}] * num_rows, vocab_size=vocab_size, dtype=DTYPES[dtype])
-    scan, _ = compile_op("sample_tokens", target, inputs)
+    scan, _ = launched.check("sample_tokens", inputs, target, once=8)
     if target != "gfx942":
         wide = "ld.global.v2" if dtype == "bf16" else "ld.global.v4"
         assert wide in scan.asm["ptx"], "four logits per load"
@@ -48,7 +35,7 @@ def test_finish_step_compiles(target: str, ring: bool) -> None:
     inputs: dict[str, Any] = make_sampling_inputs([{}] * 64, vocab_size=VOCAB, dtype=torch.bfloat16)
     inputs |= make_accept_inputs(64, vocab_size=VOCAB, launch=2 if ring else None, step=1)
     del inputs["out"], inputs["sampled_token_ids"]
-    compile_op("finish_step", target, inputs)
+    launched.check("finish_step", inputs, target, once=8)
 
 
 @pytest.mark.slow
@@ -56,7 +43,8 @@ def test_finish_step_compiles(target: str, ring: bool) -> None:
 @pytest.mark.parametrize("num_reqs", [1, 64, 300])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_accept_tokens_compiles(target: str, num_reqs: int, ring: bool) -> None:
-    compile_op("accept_tokens", target, make_accept_inputs(num_reqs, launch=2 if ring else None, step=1))
+    inputs = make_accept_inputs(num_reqs, launch=2 if ring else None, step=1)
+    launched.check("accept_tokens", inputs, target, once=8)
 
 
 @pytest.mark.slow
@@ -64,4 +52,5 @@ def test_accept_tokens_compiles(target: str, num_reqs: int, ring: bool) -> None:
 def test_advance_step_compiles(target: str) -> None:
     taken = ("sampled_token_ids", "block_table", "input_ids", "positions", "seq_lens", "slot_mapping")
     given = make_accept_inputs(200)
-    compile_op("advance_step", target, {name: given[name] for name in (*taken, "block_size")})
+    inputs = {name: given[name] for name in (*taken, "block_size")}
+    launched.check("advance_step", inputs, target, once=8)

@@ -37,6 +37,8 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     row_tiles = -(-call.max_query_len * spec.num_heads // config["ROWS"])
     cluster = config["CLUSTER"]  # perhaps a narrower one than was asked for
     groups = num_reqs * cluster if cluster > 1 else spec.max_groups // row_tiles
+    if config["ROWS"] == 64:
+        groups -= groups % 2  # of CTAs in pairs
     parts = torch.empty(
         groups * row_tiles * (2 * slot_floats(config) + CUT_FLOATS) if groups > 1 and cluster == 1 else 0,
         dtype=torch.float32,

@@ -8,19 +8,25 @@ struct __align__(16) Cut {
   Lengths of;
   int parts, first_group;  // no parts: nothing is to be put together
   int behind;              // whether the first part lies behind another request's
-  int share, mine;         // this group is the `mine`th of `share`, whose ranges begin in the request
+  int apart;               // groups from part to part: 2 where pairs of CTAs have joined theirs
+  int mine;                // this group is the `mine`th of those whose ranges begin in the request
 };
 static_assert(sizeof(Cut) == CUT_FLOATS * 4, "as custom_ops/mla/cuda/latent.py makes room for it");
 
 __device__ __forceinline__ Cut find_cut(const Params &p, const Schedule &schedule, const Place &place,
                                         int group, int row_tile) {
   if (group >= schedule.groups || schedule.tiles == 0) return {{0, 0, 0}, 0, 0, 0, 0, 0};
+  const bool has_rows = row_tile * ROWS < place.of.query_len * NUM_HEADS;
+  if (schedule.parts > 0) {
+    const int apart = schedule.joined() ? 2 : 1, parts = schedule.parts / apart;
+    return {place.of, parts > 1 && has_rows ? parts : 0, schedule.first_group, 0, apart,
+            group - schedule.first_group};
+  }
   const int begin = schedule.begin(group) - place.at, tiles_begin = begin + schedule.between,
             last = tiles_begin + place.of.tiles() - 1, first_group = schedule.group_of(tiles_begin),
             behind = schedule.begin(first_group) < begin, parts = schedule.group_of(last) - first_group + 1,
             mine = group - first_group - behind;
-  const bool works = parts > 1 && mine >= 0 && row_tile * ROWS < place.of.query_len * NUM_HEADS;
-  return {place.of, works ? parts : 0, first_group, behind, parts - behind, mine};
+  return {place.of, parts > 1 && mine >= 0 && has_rows ? parts : 0, first_group, behind, 1, mine};
 }
 
 // With 64 rows attention notes it behind the slots, by a thread that has time, so that the merge, which finds

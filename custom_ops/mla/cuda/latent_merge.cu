@@ -32,7 +32,8 @@ latent_merge(const __grid_constant__ Params p) {
   __shared__ float2 levels[ROWS];  // maximum, 1 / total
   griddepcontrol_launch_dependents();
   const int sub = blockIdx.x % MERGE_SHARE, item = blockIdx.x / MERGE_SHARE,
-            row_tile = item % p.row_tiles, group = item / p.row_tiles;
+            row_tile = item % p.row_tiles;
+  int group = item / p.row_tiles;
   Cut cut;
   if constexpr (QUERY_ROWS) {
     griddepcontrol_wait();  // by every CTA, with work or without
@@ -41,16 +42,19 @@ latent_merge(const __grid_constant__ Params p) {
     ((float4 *)&cut)[1] = load_l2(note + 1);
   } else {
     Place place;
-    const Schedule schedule = open_schedule<MERGE_THREADS>(p, group, scan, place);
+    const Schedule schedule = open_schedule<MERGE_THREADS>(p, group, group, scan, place);
     cut = find_cut(p, schedule, place, group, row_tile);
     griddepcontrol_wait();
   }
   const auto [start, query_len, seq_len] = cut.of;
-  const int parts = cut.parts, share = cut.share * MERGE_SHARE, mine = cut.mine * MERGE_SHARE + sub,
+  // where pairs have joined their parts one CTA for each group is enough, unless these are few
+  const int parts = cut.parts, apart = PAIRED ? cut.apart : 1,
+            each = apart == 1 || parts <= 2 || (parts > DEPTH * 2 && parts * 2 < UNITS) ? MERGE_SHARE : 1,
+            share = (parts * apart - cut.behind) * each, mine = cut.mine * each + sub,
             fine = share >= UNITS << FINE ? FINE : 0, units = UNITS << fine;
-  if (parts == 0 || mine >= units) return;
+  if (parts == 0 || sub >= each || mine >= units) return;
   const float *const first = slot_of(p, cut.first_group, 0, row_tile);
-  const i64 stride = (i64)p.row_tiles * 2 * SLOT_FLOATS;        // from part to part
+  const int stride = p.row_tiles * 2 * SLOT_FLOATS * apart;       // from part to part
   const int offset = cut.behind ? p.row_tiles * SLOT_FLOATS : 0,  // of the first part
             thread = threadIdx.x, lane = thread % 32;
   const int places = 128 >> fine, neighbour = thread >> (7 - fine), neighbours = WAYS << fine;
@@ -58,7 +62,7 @@ latent_merge(const __grid_constant__ Params p) {
   const int ways = parts <= DEPTH ? 1 : parts <= DEPTH * 2 ? 2 : neighbours, way = neighbour & ways - 1,
             step = share * (neighbours / ways), first_unit = mine + neighbour / ways * share;
   float4 x[DEPTH];
-  const auto part_at = [&](int part) { return first + part * stride + (part ? 0 : offset); };
+  const auto part_at = [&](int part) { return first + (i64)part * stride + (part ? 0 : offset); };
   const auto ask = [&](int from, int i) {  // for parts of a unit's place
     const int unit = i >> fine, place_in = (i - (unit << fine)) * places + (thread & places - 1);
     const float *here = part_at(from) + (unit * 128 + place_in) * 4;

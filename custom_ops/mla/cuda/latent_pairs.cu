@@ -4,7 +4,7 @@
 //
 // Why nothing here waits for ever: squares of keys are filled and released in one order, which is that of the
 // products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
-// them alone.
+// them alone; all threads of a pair of CTAs that adds its parts meet twice, and both have some.
 //
 // Rows of fp8 are converted on their way (latent_pairs_fp8.cuh).
 //
@@ -15,7 +15,8 @@
 #include "latent_pairs_fp8.cuh"
 #include "latent_pairs_mainloop.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __grid_constant__ Params p) {
+extern "C" __global__ void __cluster_dims__(PAIRED ? 2 : 1, 1, 1) __launch_bounds__(THREADS, 1)
+latent_pairs(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
   if (threadIdx.x == 0) {
@@ -50,12 +51,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __gr
         produce_queries(p, shared, walk, thread);
       }
       if (p.groups > 1 && thread == 0)
-        note_of(p)[blockIdx.x] = find_cut(p, schedule, place, group, walk.row_tile);
+        note_of(p)[group * p.row_tiles + walk.row_tile] = find_cut(p, schedule, place, group, walk.row_tile);
       store_rows_without_keys(p, thread, FP8 ? GATHER_THREADS : QUERY_THREADS);
+    }
+    if constexpr (PAIRED) {
+      Segment s;
+      if (schedule.joined() && Walk(walk).next(s)) {  // with the consumers' join_parts()
+        __syncwarp();
+        meet_cluster<2>();
+        meet_cluster<2>();
+      }
     }
     return;
   }
   take_registers<CONSUMER_REGISTERS>();
-  if (warp < 4) Warpgroup<0>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(walk, group);
-  else Warpgroup<1>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(walk, group);
+  const int thread = threadIdx.x, joined = schedule.joined() ? schedule.parts : 0;
+  if (warp < 4) Warpgroup<0>{p, memory, shared, thread, warp, lane}.run(walk, group, joined);
+  else Warpgroup<1>{p, memory, shared, thread - 128, warp - 4, lane}.run(walk, group, joined);
 }

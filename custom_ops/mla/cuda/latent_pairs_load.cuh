@@ -30,7 +30,7 @@ constexpr int Q_FIRST_AT = Q_EMPTY_AT + 8;
 constexpr int SCAN_AT = Q_FIRST_AT + 8;           // numbers of opening the schedule
 constexpr int SEEN_AT = SCAN_AT;                  // [2 tiles, TILE_KV] bits, by latent_selected.cu
 constexpr int JOINED_AT = Q_FIRST_AT;             // by latent_selected.cu, in place of the other
-constexpr int SHARED_BYTES = SCAN_AT + SCAN_BYTES;
+constexpr int SHARED_BYTES = SCAN_AT + SCAN_BYTES + OWN_BYTES;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
 
 __device__ __forceinline__ u32 full_at(u32 shared, int slot, int square) {
@@ -81,13 +81,30 @@ __device__ __forceinline__ void copy_queries(const Params &p, u32 shared, const 
                      row.real);
   }
 }
+// A warp of so many takes a row, a lane 16 bytes of every fourth square. Not over rows of fp8, where it would
+// spill registers.
+__device__ __forceinline__ void copy_queries_by_warps(const Params &p, u32 shared, const Segment &s,
+                                                      int row_tile, int warp, int warps) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int r = warp; r < ROWS; r += warps) {
+    const Row row = row_of(row_tile * ROWS + r, s.start, s.query_len, s.seq_len);
+    const char *from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head + lane * 8) * 2 : 0);
+    const u32 to = shared + Q_AT + lane / 8 * (ROWS * 128) + r * 128 + ((lane ^ r) & 7) * 16;
+#pragma unroll
+    for (int square = 0; square < SQUARES; square += 4)
+      if (square + lane / 8 < SQUARES)
+        cp_async_or_zero(to + square * (ROWS * 128), from + (row.real ? square * 128 : 0), row.real);
+  }
+}
 // Those of the first segment, by all threads but those that bring keys: they have nothing else to do yet.
 constexpr int FIRST_THREADS = CONSUMER_THREADS + (FP8 ? 0 : QUERY_THREADS);
 __device__ __forceinline__ void copy_first_queries(const Params &p, u32 shared, Walk walk) {
   const int thread = threadIdx.x < CONSUMER_THREADS ? threadIdx.x : threadIdx.x - 32;
   Segment s;
   if (!walk.next(s)) return;
-  copy_queries(p, shared, s, walk.row_tile, thread, FIRST_THREADS);
+  if constexpr (FP8) copy_queries(p, shared, s, walk.row_tile, thread, FIRST_THREADS);
+  else copy_queries_by_warps(p, shared, s, walk.row_tile, thread / 32, FIRST_THREADS / 32);
   mbarrier_arrive_behind_copies(shared + Q_FIRST_AT);
 }
 __device__ __forceinline__ void produce_queries(const Params &p, u32 shared, Walk walk, int thread) {
@@ -98,7 +115,7 @@ __device__ __forceinline__ void produce_queries(const Params &p, u32 shared, Wal
     // arrive: all warps that multiply, when their last scores of the segment before are there
     mbarrier_wait(shared + Q_EMPTY_AT, phase);
     phase ^= 1;
-    copy_queries(p, shared, s, walk.row_tile, thread, QUERY_THREADS);
+    copy_queries_by_warps(p, shared, s, walk.row_tile, thread / 32, QUERY_THREADS / 32);
     cp_async_commit();
     cp_async_wait<0>();
     fence_async();

@@ -46,6 +46,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     const int real = s.seq_len - tile * TILE_KV;
     if (real >= TILE_KV) return;
     for (int square = 0; square < SQUARES; ++square) wait_full(ME, square);
+#pragma unroll 1
     for (int i = thread; i < (TILE_KV - real) * SQUARES * 8; i += 128) {
       const int key = real + i / (SQUARES * 8), in = i % (SQUARES * 8);
       *(uint4 *)(memory + ME * TILE_BYTES + in / 8 * SQUARE_BYTES + key * 128 + in % 8 * 16) =
@@ -305,8 +306,49 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     }
     return true;
   }
+  // The same of two neighbouring parts of a request, with sums as they are. All threads of both meet twice.
+  __device__ __forceinline__ bool join_parts(float (&sum)[2]) {
+    constexpr int STATES_AT = 32 * 128 * 16;  // behind the sums: levels and totals of rows
+    const bool sends = ME != blockIdx.x % 2;
+    meet_cluster<2>();  // no tile is read any more
+    if (sends) {
+      const u32 theirs = mapa(shared, ME);
+#pragma unroll
+      for (int n = 0; n < 32; ++n)
+        st_cluster(theirs + (n * 128 + thread) * 16,
+                   float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]});
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (lane % 4 == 0) {
+          st_cluster(theirs + STATES_AT + row(e) * 8, level[e]);
+          st_cluster(theirs + STATES_AT + row(e) * 8 + 4, sum[e]);
+        }
+      __syncwarp();
+    }
+    meet_cluster<2>();
+    if (sends) return false;
+    float mine[2], others[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float2 state = *(const float2 *)(memory + STATES_AT + row(e) * 8);
+      const float now = fmaxf(level[e], state.x);
+      mine[e] = exp2_(level[e] - now);
+      others[e] = exp2_(state.x - now);
+      level[e] = now;
+      sum[e] = sum[e] * mine[e] + state.y * others[e];
+    }
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      const float4 x = *(const float4 *)(memory + (n * 128 + thread) * 16);
+      acc[n * 4] = acc[n * 4] * mine[0] + x.x * others[0];
+      acc[n * 4 + 1] = acc[n * 4 + 1] * mine[0] + x.y * others[0];
+      acc[n * 4 + 2] = acc[n * 4 + 2] * mine[1] + x.z * others[1];
+      acc[n * 4 + 3] = acc[n * 4 + 3] * mine[1] + x.w * others[1];
+    }
+    return true;
+  }
   // `sums`: of this segment; they are still read while those of the next one are written.
-  __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile, float *sums) {
+  __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile, int joined, float *sums) {
     if constexpr (SELECTED && CLUSTER == 2) cluster_arrive_relaxed();
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -318,12 +360,18 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     float *slot = slot_of(p, group, s.slot, row_tile), both[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) both[e] = sums[row(e)] + sums[ROWS + row(e)];
-    if constexpr (SELECTED && CLUSTER == 2)
-      if (!join(both)) return;
+    bool whole = s.whole;
+    if constexpr (SELECTED) {
+      if (CLUSTER == 2 && !join(both)) return;
+    } else if (PAIRED && joined) {
+      if (!join_parts(both)) return;
+      whole = joined == 2;
+      slot = slot_of(p, group & ~1, 0, row_tile);
+    }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float sum = both[e];
-      if (s.whole) {
+      if (whole) {
         const Row r = row_of(row_tile * ROWS + row(e), s.start, s.query_len, s.seq_len);
         const float by = 1.f / sum;
         if (ME == 0 && lane % 4 == 0) store_lse(p, r, level[e], sum);
@@ -342,13 +390,13 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
           *(float2 *)(slot + ROWS * RANK + row(e) * 2) = float2{level[e], sum};
       }
     }
-    if (!s.whole)
+    if (!whole)
 #pragma unroll
       for (int n = 0; n < 32; ++n)
         ((float4 *)slot)[(ME * 32 + n) * 128 + thread] =
             float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]};
   }
-  template <class W> __device__ __forceinline__ void run(W walk, int group) {
+  template <class W> __device__ __forceinline__ void run(W walk, int group, int joined = 0) {
     int parity = 0;
     bool first = !SELECTED;
     phases = 0;
@@ -367,7 +415,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
       first = false;
       if constexpr (ME == 0) even_tiles(s, walk.row_tile * ROWS);
       else odd_tiles(s, walk.row_tile * ROWS);
-      finish(s, group, walk.row_tile, (float *)(memory + SUM_AT) + parity * 2 * ROWS);
+      finish(s, group, walk.row_tile, joined, (float *)(memory + SUM_AT) + parity * 2 * ROWS);
       parity ^= 1;
     }
   }

@@ -36,3 +36,5 @@ static_assert(sizeof(Params) == 320, "as custom_ops/mla/cuda/latent.py packs it"
 // warpgroup's fragments, four at a time; then the maximum and the sum of each row.
 constexpr int BLOCKS_8 = ROWS / 8, UNITS = RANK / 64 * BLOCKS_8, SLOT_FLOATS = UNITS * 512 + ROWS * 2;
 constexpr int CUT_FLOATS = 8;  // behind the slots, for each CTA (latent_cut.cuh)
+// CTAs of neighbouring groups are a cluster. Not over rows of fp8, whose consumers have too few registers.
+constexpr bool PAIRED = ROWS == 64 && !FP8;

@@ -6,6 +6,11 @@
 // few less, so that borders of ranges meet those of requests. Where they have not, a range's next request is
 // counted as some tiles more: other queries and another result.
 //
+// Some kernels' CTAs are clusters of two. Where a request has an even number of ranges of its own, these are
+// neighbouring groups, which add their two parts in shared memory; else a group's tiles of rows. So few
+// requests, whose tiles differ, get ranges of their own as well, if those are not much longer than ranges of
+// all tiles.
+//
 // Every CTA works all of this out from lengths on the device, before it waits for the kernels ahead. Ahead of
 // the wait it reads the table and keys of the context, too (docs/stream_order.md).
 #pragma once
@@ -33,6 +38,11 @@ __device__ __forceinline__ Lengths lengths_of(const Params &p, int request) {
 // Borders of ranges, counted in tiles and what lies between requests.
 struct Schedule {
   int tiles, groups, between;  // counted in all; groups of CTAs that have some; counted ahead of each request
+  int parts, first_group;      // of this group's request, where its ranges are its own; else no parts
+  bool pairs;                  // neighbouring groups are CTAs of a cluster
+
+  // Whether they add their parts.
+  __device__ __forceinline__ bool joined() const { return PAIRED && pairs && parts > 1; }
 
   __device__ __forceinline__ int begin(int group) const { return (int)((i64)tiles * group / groups); }
   __device__ __forceinline__ int counted(const Lengths &of) const {
@@ -53,11 +63,76 @@ struct Place {  // in a request, counted from its begin
   Lengths of;
 };
 
-// By all COUNT threads of a CTA: the schedule, and where the range of `group` begins. `scan`: SCAN_BYTES of
-// shared memory.
+// Each of few requests has ranges of its own, one or an even number: the shortest ranges for which groups are
+// enough. Requests that are cut come first, so that pairs have parts of one request.
+constexpr int MOST_OWN = 160;  // requests, with those without tiles
+struct Own {
+  int range, groups;                // tiles of the longest one; groups with some
+  int request, parts, first_group;  // of one group: no parts where it has no work
+};
+__device__ __forceinline__ int own_parts(int tiles, int range) {
+  return tiles <= range ? tiles > 0 : (tiles + 2 * range - 1) / (2 * range) * 2;
+}
+// By one warp; `tiles`: of MOST_OWN requests. A range longer than `longest` says that there is none.
+__device__ __forceinline__ void find_own(const Params &p, int group, int shortest, int longest,
+                                         const int *tiles, Own *own, int lane) {
+  constexpr int EACH = MOST_OWN / 32;
+  int mine[EACH], low = shortest, high = longest + 1;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) mine[i] = tiles[i * 32 + lane];
+  while (low < high) {
+    const int range = (low + high) / 2;
+    int parts = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) parts += own_parts(mine[i], range);
+#pragma unroll
+    for (int step = 16; step; step /= 2) parts += __shfl_xor_sync(ALL, parts, step);
+    if (parts <= p.groups) high = range;
+    else low = range + 1;
+  }
+  int cut = 0, whole = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    mine[i] = own_parts(mine[i], low);
+    if (mine[i] > 1) cut += mine[i];
+    else whole += mine[i];
+  }
+  int cut_upto = cut, whole_upto = whole;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(ALL, cut_upto, step),
+              whole_before = __shfl_up_sync(ALL, whole_upto, step);
+    if (lane >= step) {
+      cut_upto += before;
+      whole_upto += whole_before;
+    }
+  }
+  const int all_cut = __shfl_sync(ALL, cut_upto, 31), groups = all_cut + __shfl_sync(ALL, whole_upto, 31);
+  if (lane == 0) *own = {low, groups, 0, 0, 0};
+  __syncwarp();
+  int next_cut = cut_upto - cut, next_whole = all_cut + whole_upto - whole;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = mine[i] > 1 ? next_cut : next_whole;
+    if (at <= group && group < at + mine[i]) {
+      own->request = i * 32 + lane;
+      own->parts = mine[i];
+      own->first_group = at;
+    }
+    if (mine[i] > 1) next_cut += mine[i];
+    else next_whole += mine[i];
+  }
+}
+
+// By all COUNT threads of a CTA: the schedule, and where the range of `group` begins, which is `paired` where
+// neighbouring groups are CTAs of a cluster. `scan`: SCAN_BYTES of shared memory; where CTAs are clusters of
+// two, OWN_BYTES more.
+constexpr int OWN_BYTES = MOST_OWN * 4 + sizeof(Own);
 template <int COUNT>
-__device__ __forceinline__ Schedule open_schedule(const Params &p, int group, int *scan, Place &place) {
+__device__ __forceinline__ Schedule open_schedule(const Params &p, int &group, int paired, int *scan,
+                                                  Place &place) {
   static_assert(COUNT % 32 == 0 && COUNT / 32 <= 16, "room for the warps' sums");
+  [[maybe_unused]] int *const tiles = scan + SCAN_BYTES / 4;
   const int thread = threadIdx.x, lane = thread % 32, each = (p.num_reqs + COUNT - 1) / COUNT,
             first = min(thread * each, p.num_reqs), last = min(first + each, p.num_reqs);
   int count = 0, most = 0, some = 0;  // tiles, those of one request, requests with some
@@ -71,6 +146,7 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
     some += many > 0;
   }
   load_and_forget_l1(p.starts + last);
+  if (PAIRED && thread < MOST_OWN) tiles[thread] = count;
   int upto = count, upto_some = some;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -88,7 +164,7 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
     scan[34 + thread / 32] = upto_some;
   }
   __syncthreads();
-  Schedule s = {0, 0, 0};
+  Schedule s = {0, 0, 0, 0, 0, false};
   int requests = 0;
 #pragma unroll
   for (int warp = 0; warp < COUNT / 32; ++warp) {
@@ -103,9 +179,30 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
   const int few = min(CUT_TILES, (most + ROUND_PARTS - 1) / ROUND_PARTS),
             fewest = max(MIN_TILES, few), range = max(fewest, (s.tiles + p.groups - 1) / p.groups);
   if (requests * most == s.tiles && s.tiles > 0) {  // all alike: equal parts of requests, or whole ones
-    const int parts = most / range, whole = (range + most - 1) / most;
-    if (parts > 0 && (most + parts - 1) / parts <= range + CUT_TILES) s.groups = requests * parts;
+    const int whole = (range + most - 1) / most;
+    int parts = most / range;
+    const int even = parts & ~1;
+    if (PAIRED && even > 0 && (most + even - 1) / even <= range + 1) parts = even;
+    if (parts > 0 && (most + parts - 1) / parts <= range + CUT_TILES) {
+      s.groups = requests * parts;
+      if (PAIRED || ROWS < 64) s.parts = parts;  // else it would take registers
+      s.pairs = PAIRED && parts % 2 == 0;
+    }
     if (parts == 0 && requests % whole == 0 && whole * most <= range + CUT_TILES) s.groups = requests / whole;
+  }
+  const Own *own = nullptr;
+  if (PAIRED && s.groups == 0 && requests * 2 <= p.groups && p.num_reqs <= MOST_OWN) {
+    const int packed = (s.tiles + requests * BETWEEN_TILES + p.groups - 1) / p.groups,
+              longest = max(fewest, packed) + CUT_TILES;
+    Own *const found = (Own *)(tiles + MOST_OWN);
+    if (thread < 32) find_own(p, paired, range, longest, tiles, found, lane);
+    __syncthreads();
+    if (found->range <= longest) {
+      own = found;
+      s.groups = own->groups;
+      s.parts = own->parts;
+      s.pairs = true;
+    }
   }
   if (s.groups == 0) {
     if (requests > 1) s.between = BETWEEN_TILES;
@@ -115,6 +212,17 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
   }
   s.groups = __shfl_sync(ALL, s.groups, 0);  // uniform, which spares registers
   s.between = __shfl_sync(ALL, s.between, 0);
+  if constexpr (PAIRED) {
+    s.parts = __shfl_sync(ALL, s.parts, 0);
+    s.pairs = __shfl_sync(ALL, (int)s.pairs, 0);
+    if (s.pairs) group = paired;
+  }
+  if (s.parts > 0) s.first_group = group - group % s.parts;
+  if (PAIRED && own) {
+    s.first_group = own->first_group;
+    place = {own->request, 0, lengths_of(p, own->request)};
+    return s;
+  }
   s.tiles += requests * s.between;
   if (group < s.groups && s.tiles > 0) {
     int left = s.begin(group) - (upto - count + (upto_some - some) * s.between);
@@ -182,12 +290,27 @@ struct Walk {
 template <int COUNT>
 __device__ __forceinline__ Walk open_walk(const Params &p, int *scan, int &group, Schedule &schedule,
                                          Place &place) {
-  group = blockIdx.x / p.row_tiles;
-  schedule = open_schedule<COUNT>(p, group, scan, place);
+  const int cta = blockIdx.x, pair = cta / 2;
+  group = cta / p.row_tiles;
+  schedule = open_schedule<COUNT>(p, group, pair / p.row_tiles * 2 + cta % 2, scan, place);
+  int row_tile = cta - group * p.row_tiles;
+  if (PAIRED && schedule.pairs) row_tile = pair % p.row_tiles;
   const bool has_work = group < schedule.groups && schedule.tiles > 0;
-  const int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
-  return {p, place.request, place.at, many, (int)blockIdx.x - group * p.row_tiles, 0, schedule.between,
-          place.of};
+  int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
+  if (PAIRED && has_work && schedule.parts > 0) {
+    const int tiles = place.of.tiles(), part = group - schedule.first_group;
+    place.at = tiles * part / schedule.parts;
+    many = tiles * (part + 1) / schedule.parts - place.at;
+  }
+  if (PAIRED) {  // uniform, which spares registers
+    many = __shfl_sync(ALL, many, 0);
+    place.request = __shfl_sync(ALL, place.request, 0);
+    place.at = __shfl_sync(ALL, place.at, 0);
+    place.of.start = __shfl_sync(ALL, place.of.start, 0);
+    place.of.query_len = __shfl_sync(ALL, place.of.query_len, 0);
+    place.of.seq_len = __shfl_sync(ALL, place.of.seq_len, 0);
+  }
+  return {p, place.request, place.at, many, row_tile, 0, schedule.between, place.of};
 }
 
 // The next kernel may begin behind the wait, so that to attention behind this one query tokens of this step

@@ -25,6 +25,7 @@ FP8_CTAS, FP8_TILE_ROWS, FP8_TOKENS = 2, 16, 65536
 _SHARED = 227 * 1024
 _DTYPES = (torch.bfloat16, torch.float16)
 _TILE_KV, _MAX_STAGES = 64, 4
+_OWN = 660  # latent_scheduler.cuh's OWN_BYTES
 _MIN_TILES = 2
 #: CTAs that share a request, of how many at most (a part of the chip holds two such clusters at a time), and
 #: how long contexts may get there, by the table's width, for each request, of which 4 are counted at least:
@@ -145,7 +146,7 @@ def _count(rank: int, rope: int, rows: int, half: int, stages: int, fp8: int) ->
         return keys + queries + rows * (scales * (_TILE_KV * 2 + 8) + 16) + stages * 16 + 212
     width = rank + rope
     tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 24 + 212
-    return tiles + (width // 4 + 56 if rows == 64 else rows * 128 + stages * 16)
+    return tiles + (width // 4 + 56 + _OWN if rows == 64 else rows * 128 + stages * 16)
 
 
 def slot_floats(config: Config) -> int:

@@ -47,7 +47,6 @@ struct Converter {
   }
   // A row of the next tile, or of the first one: lines of 128 bytes, one or two of each of four lanes.
   __device__ __forceinline__ void ask_l2(const char *row) const {
-    if (row == (const char *)NO_ROW + lane % 4 * 16) return;
     row += lane % 4 * (128 - 16);
     prefetch_l2(row);
     if (lane % 4 < 2) prefetch_l2(row + 512);
@@ -77,7 +76,7 @@ __device__ __forceinline__ void convert_rows(char *memory, u32 shared, Tiles &ti
     const int slot = tiles.slot();
     const u32 at = converter.place(slot);
     tiles.step();
-    converter.ask_l2(tiles.row());
+    if (tiles.row() != (const char *)NO_ROW + lane % 4 * 16) converter.ask_l2(tiles.row());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // first the half that is needed first; with the other one the rotated keys, whose square held weights

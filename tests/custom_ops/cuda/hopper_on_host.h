@@ -137,6 +137,18 @@ template <int COUNT> bool barrier_or(int id, bool mine) {
 }
 template <int CTAS> void meet_cluster() { meet(of_cluster, cta_threads * cta_count); }
 inline void end_with_cluster() { meet(of_cluster, cta_threads * cta_count); }
+inline int arrived;  // threads of a cluster, whose CTAs meet once
+inline void cluster_arrive() {
+  races::arrive(&arrived);
+  if (++arrived == cta_threads * cta_count) races::complete(&arrived);
+  ++moved;
+}
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+inline void cluster_wait() {
+  wait_until([] { return arrived == cta_threads * cta_count; });
+  races::pass(&arrived);
+}
+inline void fence_mbarrier_init() {}
 
 // ------------------------------------------------------------------------------------------ shared memory
 constexpr u32 CTA_BYTES = 1 << 18;
@@ -281,6 +293,7 @@ template <class F> int launch(int ctas, int count, int cluster, unsigned seed, F
     for (auto &of_cta : named)
       for (Meeting &m : of_cta) m = {};
     of_cluster = {};
+    arrived = 0;
     forget();
     memset(turns, 0, sizeof turns);
     races::begin(cluster, first_cta, count);

@@ -105,17 +105,6 @@ inline void st_async(u32 to, const float (&x)[4], u32 barrier) {
   completes(barrier);
 }
 inline float4 load_shared(u32 at) { return *(const float4 *)(memories + at); }
-inline int arrived;  // threads of a cluster, whose CTAs meet once
-inline void cluster_arrive_relaxed() {
-  races::arrive(&arrived);
-  if (++arrived == cta_threads * cta_count) races::complete(&arrived);
-  ++moved;
-}
-inline void cluster_wait() {
-  wait_until([] { return arrived == cta_threads * cta_count; });
-  races::pass(&arrived);
-}
-inline void fence_mbarrier_init() {}
 template <int N> void take_registers() {}
 template <int N> void give_registers() {}
 
@@ -252,5 +241,4 @@ inline const bool forgets = (forget = [] {
   barriers.clear();
   for (Meeting &m : warpgroups) m = {};
   for (Products &t : products) t = {};
-  arrived = 0;
 }, true);

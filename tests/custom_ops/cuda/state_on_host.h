@@ -48,18 +48,7 @@ inline void bulk_store(void *to, u32 from, int bytes, u64) {
   memcpy(to, memories + from, bytes);
   races::commit(races::STORE);
 }
-inline int arrived;  // threads of a cluster; its CTAs meet once
-inline void cluster_arrive() {
-  races::arrive(&arrived);
-  if (++arrived == cta_threads * cta_count) races::complete(&arrived);
-  ++moved;
-}
-inline void cluster_wait() {
-  wait_until([] { return arrived == cta_threads * cta_count; });
-  races::pass(&arrived);
-}
 inline void bulk_wait_read() { races::wait(races::STORE, 0); }
-inline void fence_mbarrier_init() {}
 inline u64 read_once() { return 0; }
 inline u64 read_again() { return 0; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
@@ -67,7 +56,6 @@ inline const bool forgets = [] {
   forget = [] {
     asked.clear();
     expected.clear();
-    arrived = 0;
   };
   return true;
 }();

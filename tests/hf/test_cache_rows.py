@@ -598,6 +598,45 @@ def test_the_same_prompt_again_where_nothing_tells_positions(model_type: str, le
     assert "prepare_inputs_for_generation" not in vars(model)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "mamba2"])
+def test_embeddings_of_fewer_tokens_than_are_cached(model_type: str) -> None:
+    model = attach(model_of(model_type))
+    embeddings = model.get_input_embeddings()(torch.randint(3, 99, (2, 9))).detach()
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    call: dict[str, Any] = {"inputs_embeds": embeddings, "do_sample": False, "disable_compile": True}
+    call |= {"max_new_tokens": 4, "eos_token_id": None, "past_key_values": cache}
+    want = model.generate(**call)
+    with pytest.raises(ArgumentError, match=r"more tokens than the 12 in the cache, got 9; call cache.reset"):
+        model.generate(**call)
+    cache.reset()
+    assert torch.equal(model.generate(**call), want)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mamba2"])
+def test_a_prepare_inputs_for_generation_of_ones_own(model_type: str) -> None:
+    """It is asked behind the refusals, and stands there again when the model is detached."""
+    model, asked = model_of(model_type), []
+    name = "prepare_inputs_for_generation"
+    plain = getattr(model, name)
+
+    def own(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(input_ids.shape[1])
+        return plain(input_ids, *args, **kwargs)
+
+    setattr(model, name, own)
+    attach(model)
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    call: dict[str, Any] = {"do_sample": False, "disable_compile": True, "max_new_tokens": 3}
+    call |= {"input_ids": torch.randint(3, 99, (2, 9)), "eos_token_id": None, "past_key_values": cache}
+    model.generate(**call)
+    assert asked == [9, 10, 11]
+    with pytest.raises(ArgumentError, match="more tokens than the 11 in the cache, got 9"):
+        model.generate(**call)
+    assert asked == [9, 10, 11]
+    detach(model)
+    assert getattr(model, name) is own
+
+
 def test_another_prompt_that_looks_like_the_next_turn() -> None:
     """Longer than the cached tokens: as transformers has it."""
     model, prompt = paged(), torch.randint(3, 99, (2, 12))

@@ -72,8 +72,8 @@ def _of_causal_lm(model: Any) -> Functions:
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:  # by these names generate() knows what is taken
-        require_left(kwargs, input_ids)
         kwargs["inputs_embeds"] = inputs_embeds
+        require_left(kwargs, input_ids)
         inputs: dict[str, Any] = prepare(self, input_ids, attention_mask=attention_mask, **kwargs)
         cache = inputs.get(CACHE)
         if not isinstance(cache, PagedOwner) or cache.rows is None:

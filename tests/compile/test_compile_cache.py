@@ -218,18 +218,25 @@ def test_torchs_own_error_is_ours(folders: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_that_can_not_be_written(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled, then, as they are without the file."""
-    path = folders / "cache.tpc"
+    """Kernels are compiled, then, as they are without the file; those behind it are loaded."""
+    path, triton = folders / "cache.tpc", folders / "triton"
     jit.cache_folder().mkdir(parents=True)
     (jit.cache_folder() / "abc.cubin").write_bytes(b"machine code")
     save_compile_cache(path)
+    with zipfile.ZipFile(path, "a") as archive:
+        for name in ("triton/first/kernel.json", "triton/second/kernel.json"):
+            archive.writestr(name, "{}")
     (folders / "file").touch()
     monkeypatch.setenv("TORCHPAGED_CACHE", str(folders / "file" / "below"))
+    monkeypatch.setattr(compile_cache, "_triton_folders", lambda: [triton])
+    triton.mkdir()
+    (triton / "first").touch()
     with pytest.warns(CompileCacheWarning, match="not loaded as a whole.*Not a directory"):
         report = load_compile_cache(path)
     assert report.loaded
-    assert report.cuda_kernels == 0
+    assert (report.cuda_kernels, report.triton_kernels) == (0, 1)
     assert "Not a directory" in report.reason
+    assert (triton / "second" / "kernel.json").is_file()
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -217,8 +217,9 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
         match = _MEMBER.fullmatch(name)
         if match is not None:
             entries.setdefault(match[1], {})[match[2]] = content
-    try:
-        for group, files in entries.items():
+    failed = []
+    for group, files in entries.items():
+        try:
             if group == "cubin":
                 _write_files(jit.cache_folder(), files)
                 report.cuda_kernels = len(files)
@@ -226,9 +227,11 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
                 for folder in _triton_folders():
                     _write_triton(folder / group.removeprefix("triton/"), files)
                 report.triton_kernels += 1
-    except OSError as error:  # a full disk, or one to read only: a cache costs time alone
-        report.reason = f"{source}: {error}"
-        warnings.warn(f"compile cache not loaded as a whole: {error}", CompileCacheWarning, stacklevel=2)
+        except OSError as error:  # a full disk, or one to read only: a cache costs time alone
+            failed.append(str(error))
+    if failed:
+        report.reason = f"{source}: {failed[0]}"
+        warnings.warn(f"compile cache not loaded as a whole: {failed[0]}", CompileCacheWarning, stacklevel=2)
     report.seconds = time.perf_counter() - started
     return report
 

@@ -124,6 +124,13 @@ SPARSE: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
     ),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("e", (400,), (1,)), "all", 333),
     "a large key": ({"num_heads": 16}, BatchSpec("f", (300,), (1,)), "all", 300),
+    # most lie behind the blocks that have room in shared memory
+    "many blocks": (
+        {"num_heads": 5, "block_size": 1},
+        BatchSpec("h", (2 * sparse.TABLE_ROOM + 90,), (1,)),
+        "some",
+        200,
+    ),
 }
 LATE = 9  # a position in the second half of a warp's, whose weights are relative to the first one's maxima
 
@@ -138,7 +145,9 @@ def few_on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_specialised_few", specialised)
 
 
-@pytest.mark.slow_cases(but=("few-5 heads, drafts", "many-5 heads, drafts", "few-a large key"))
+@pytest.mark.slow_cases(
+    but=("few-5 heads, drafts", "many-5 heads, drafts", "few-a large key", "few-many blocks")
+)
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("kernel", ["few", "many"])
 def test_selected(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

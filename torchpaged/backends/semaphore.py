@@ -90,10 +90,10 @@ class SemaphoreSession(Session):
             if left:
                 raise SemaphoreError(
                     f"semaphore: expected zeros after {launch}, got {semaphore[left].tolist()} at {left}; "
-                    "parts of its attention were merged too early or not at all, so that its results are "
-                    "wrong: a launch before it was cut short, or two that share the semaphore ran on two "
-                    "streams at once. Give each stream a session of its own, call reset(), and compute these "
-                    "requests again"
+                    "parts of its attention were merged, or windows of its states moved on, too early or "
+                    "not at all, so that its results are wrong: a launch before it was cut short, or two "
+                    "that share the semaphore ran on two streams at once. Give each stream a session of its "
+                    "own, call reset(), and compute these requests again"
                 )
 
     def close(self) -> None:

@@ -36,6 +36,8 @@ def check_advance_step(call: AdvanceCall) -> None:
         raise ArgumentError("block_size", "at least 1 token", str(block_size))
 
 
+#: Rows of logits on a GPU, whose grids have no more programs in their second dimension.
+MAX_ROWS = 65_535
 #: What sampling gives where no token can be drawn: a logit of the row is NaN, or all are -inf. The row ends
 #: with it.
 NO_TOKEN = -2
@@ -69,6 +71,9 @@ def check_sample_tokens(call: SampleCall) -> None:
     num_rows, vocab_size = logits.shape
     if vocab_size < 1 or vocab_size > 2**24:
         raise ArgumentError("logits", "a vocabulary of 1 to 2**24 tokens", f"shape {list(logits.shape)}")
+    if num_rows > MAX_ROWS and logits.device.type != "cpu":
+        fix = "sample them in several calls"
+        raise ArgumentError("logits", f"at most {MAX_ROWS:,} rows", f"shape {list(logits.shape)}", fix)
     check_dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
     rows = _check_rows(num_rows, call, _SAMPLED)
     check_tensor("seen", seen, (num_rows, num_seen_words(vocab_size)), torch.int32)

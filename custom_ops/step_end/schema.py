@@ -8,7 +8,7 @@ SCHEMAS = {
     # logits [B, vocab_size]; temperature (0 = greedy), top_p, min_p, repetition_penalty [B] float32; top_k
     # [B] int32, 0 = all; seen [B, ceil(vocab_size / 32)] int32: bit v % 32 of word v // 32 says that token v
     # occurred; seeds, counters [B] int64: row's draw is Philox of (seed, counter, token) and nothing else;
-    # out [B] int64: -2 (NO_TOKEN) where a logit of the row is NaN or all are -inf.
+    # out [B] int64: -2 (NO_TOKEN) where a logit of the row is NaN or all are -inf. B <= 65,535 on a GPU.
     "sample_tokens": """(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,
         Tensor repetition_penalty, Tensor seen, Tensor seeds, Tensor counters, Tensor(a!) out) -> ()""",
     # The end of a decode step: sampled_token_ids [B] int64 -> tokens_out [B] int64 (-1 in rows of seq_len 0),

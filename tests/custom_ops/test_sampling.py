@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.step_end.check import NO_TOKEN
+from torchpaged.custom_ops.step_end.call import SampleCall
+from torchpaged.custom_ops.step_end.check import NO_TOKEN, check_sample_tokens
 from torchpaged.custom_ops.step_end.reference import (
     gumbel_noise,
     kept_tokens,
@@ -312,6 +313,19 @@ def test_bad_arguments_of_sample_tokens(argument: str, overload: str) -> None:
     with pytest.raises((ArgumentError, RuntimeError), match=argument):
         BACKEND_OPS[overload].sample_tokens(**{**inputs, **BAD[argument]})
     assert inputs["out"].tolist() == [-7, -7]
+
+
+def test_more_rows_than_a_grid_of_a_gpu_has() -> None:
+    """Of tensors that are not on a CPU; there is room for the last of them."""
+    of_one_row = make_sampling_inputs([{}], vocab_size=32)
+    for rows in (65_535, 65_536):
+        inputs = {name: x.to("meta").expand(rows, *x.shape[1:]) for name, x in of_one_row.items()}
+        call = SampleCall(**{name: x.contiguous() for name, x in inputs.items()})
+        if rows == 65_535:
+            check_sample_tokens(call)
+        else:
+            with pytest.raises(ArgumentError, match="^logits: expected at most 65,535 rows.*several calls"):
+                check_sample_tokens(call)
 
 
 def accepted_one_by_one(inputs: dict[str, Any]) -> dict[str, list[Any]]:

@@ -24,7 +24,7 @@ from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.mask_functions import is_causal as is_causal_mask
 from torchpaged.hf.model_classes import fill_class_tables, needs_eager_mask
 from torchpaged.hf.owner import cache_of
-from torchpaged.hf.row_refusals import require_new, require_no_weights
+from torchpaged.hf.row_refusals import require_new, require_no_weights, require_same_model
 from torchpaged.hf.several_calls import attend_rolling, attend_with_spans
 from torchpaged.hf.support import NAME as NAME
 from torchpaged.hf.uncached import type_of_encoder
@@ -129,6 +129,8 @@ def _refuse(
     rows = None if torch.compiler.is_compiling() else layer.owner.rows
     if rows is not None:
         require_new(rows, call.query.shape[2], written=True, options=kwargs)
+        if layer.is_first:
+            require_same_model(rows, call.module)
     for name in SPARSE:
         if kwargs.get(name) is not None and not (layer.latent and name == "indices"):
             raise sparse(type(call.module).__name__)

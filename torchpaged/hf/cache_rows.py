@@ -5,10 +5,11 @@ the forwards: a compiled step has no hook there. What generate() does to the row
 row_changes.py.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
@@ -94,6 +95,8 @@ class CacheRows:
         self.expects_candidates = False  # of tokens that it holds, see row_refusals.py
         self.is_padded = False  # as far as `padding` does not tell, likewise
         self.looked_at = 0  # the forward that it looked at last
+        self.attended = 0  # the forward whose first attention was looked at
+        self.attended_by: weakref.ref[nn.Module] | None = None  # whose module, see row_refusals.py
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows
         self._counted: int | None = None  # exactly, while the host has seen every forward

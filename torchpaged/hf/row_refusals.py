@@ -1,10 +1,12 @@
-"""What a paged cache refuses of a forward: weights; behind tokens, a prompt anew, or other padding."""
+"""What a paged cache refuses of a forward: weights; behind tokens, a prompt anew, other padding, or another
+model."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchpaged.custom_ops.errors import ArgumentError
@@ -90,6 +92,35 @@ def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a look at them in every decode step costs nothing, and no `make_fx` forbids it."""
     # `get_proxy_mode` is no stable API; tests/hf/test_growing_rows.py notices if it goes
     return positions is not None and positions.device.type == "cpu" and get_proxy_mode() is None
+
+
+def require_same_model(rows: CacheRows, module: nn.Module) -> None:
+    """Refuse a model of the same shape over another one's keys: its tokens would be wrong. Looks once in an
+    eager forward, at the first layer's attention; another module with the same weights is a copy, and of
+    other shapes, dtypes or kinds, or without the one before, nothing is known.
+
+    Raises:
+        ArgumentError: the weights are others than those of the module that attended before, since the reset.
+    """
+    if rows.attended == rows.num_forwards:
+        return  # a later module that reads the first layer's keys
+    rows.attended = rows.num_forwards
+    first = None if rows.attended_by is None else rows.attended_by()
+    if first is module:
+        return
+    if first is not None and any(map(_differ, first.parameters(), module.parameters())):
+        todo = "give each model a cache of its own, or call cache.reset() before another one"
+        expected = "a cache with tokens of this model"
+        raise ArgumentError("past_key_values", expected, "one with another's of the same shape", todo)
+    rows.attended_by = weakref.ref(module)
+
+
+def _differ(x: Tensor, y: Tensor) -> bool:
+    """Whether two weights can be compared, and differ; waits for a GPU."""
+    if any(type(each.data) is not Tensor or each.is_meta for each in (x, y)) or get_proxy_mode() is not None:
+        return False
+    alike = (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+    return alike and not (x.is_cuda and torch.cuda.is_current_stream_capturing()) and not torch.equal(x, y)
 
 
 def require_no_weights(options: Mapping[str, Any]) -> None:

@@ -120,9 +120,9 @@ def in_the_engine(backend: Backend, **way: Any) -> None:
     sampling, tokens = SamplingParams(max_new_tokens=8, ignore_eos=True), []
     served: list[Any] = []
     module, options = module_of(backend), {"max_batch_size": 3, "max_seq_len": 512, "block_size": 16, **way}
-    loaded = module.loaded
+    run = module._run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "loaded", lambda package: (served.append(package), loaded(package))[1])
+        patch.setattr(module, "_run", lambda call, rows: (served.append(call), run(call, rows))[1])
         for chosen in ("cuda", backend.name):
             outputs = Generator(model, backend=chosen, **options).generate(prompts, sampling)
             tokens.append([output.token_ids for output in outputs])

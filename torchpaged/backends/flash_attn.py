@@ -16,7 +16,7 @@ around it does. Its result is copied once, since its public function takes no ``
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torchpaged.backends.capabilities import Capabilities, Planning, further_rea
 from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.package import Package, parameters_lacking
-from torchpaged.backends.planned_batch import PlannedBatchBuffers, not_planned
+from torchpaged.backends.planned_batch import Kind, PlannedBatchBuffers, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
@@ -50,31 +50,9 @@ _MOST_BYTES = 1 << 28  # of partial results, which the library allocates for eve
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-class _Kind(NamedTuple):
-    """What a schedule depends on besides the batch: layers of one kind share it."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    causal: bool
-    window: tuple[int, int]
-    soft_cap: bool
-
-
-def _kind(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    causal: bool,
-    window: tuple[int, int],
-    soft_cap: float,
-) -> _Kind:
-    """The kind of a call; a causal query sees nothing to its right, whatever the window says."""
-    if causal:
-        window = (window[0], 0) if window[0] >= 0 else (-1, -1)
-    return _Kind(num_heads, num_kv_heads, head_dim, dtype, causal, window, soft_cap > 0)
+def _scheduled(kind: Kind) -> Kind:
+    """As its schedule asks: whether there is a cap, and nothing of the scale."""
+    return kind._replace(soft_cap=float(kind.soft_cap > 0), scale=0.0)
 
 
 def num_splits(num_reqs: int, max_query_len: int, num_heads: int, head_dim: int) -> int:
@@ -93,13 +71,12 @@ class FlashAttnSession(Session):
         self.batch = PlannedBatchBuffers(self.limits, self.device)
         self._handle = _SESSIONS.add(self)
         self._most_splits = _MOST_SPLITS
-        self._schedules: dict[_Kind, Tensor] = {}
+        self._schedules: dict[Kind, Tensor] = {}
         # of a schedule, by kind, requests, columns, query length
-        self._lengths: dict[tuple[_Kind, int, int, int], int] = {}
+        self._lengths: dict[tuple[Kind, int, int, int], int] = {}
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        asked = spec.causal, spec.window_size, spec.logits_soft_cap
-        kind = _kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, *asked)
+        kind = _scheduled(Kind.of_spec(spec))
         if spec.batch_invariant:
             self._most_splits = 1  # for all layers of the session: a schedule and its call must agree
         if kind not in self._schedules:
@@ -131,7 +108,7 @@ class FlashAttnSession(Session):
                     page_size=block_size,
                     causal=kind.causal,
                     window_size=kind.window,
-                    has_softcap=kind.soft_cap,
+                    has_softcap=kind.soft_cap > 0,
                     num_splits=self._splits(rows, batch.max_query_len, kind.num_heads, kind.head_dim),
                 )
                 length = made.numel()
@@ -156,8 +133,7 @@ class FlashAttnSession(Session):
     def attend(self, call: AttentionCall) -> None:
         """One layer."""
         q, rows, width = call.q, *call.block_table.shape
-        asked = call.causal, (call.window_left, call.window_right), call.logits_soft_cap
-        kind = _kind(q.shape[1], call.k_cache.shape[2], q.shape[2], q.dtype, *asked)
+        kind = _scheduled(Kind.of_call(call))
         length = self._lengths.get((kind, rows, width, call.max_query_len))
         if length is None:
             raise not_planned(self.name, call)

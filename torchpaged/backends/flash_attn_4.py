@@ -9,7 +9,6 @@ its graph support is declared as NEVER, and it runs where it is named. Kernels a
 """
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _attend(call: AttentionCall) -> None:
-    library = sys.modules.get(MODULE) or PACKAGE.load()
+    library = PACKAGE.loaded()
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     block_size, right = k_cache.shape[1], None if call.window_right < 0 else call.window_right
     y, y_lse = library.flash_attn_varlen_func(

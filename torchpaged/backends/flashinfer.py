@@ -27,7 +27,6 @@ from torchpaged.backends.capabilities import Capabilities, Planning, unable
 from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.flashinfer_plans import (
     Decoder,
-    Kind,
     Pages,
     baked_integers,
     cumulated,
@@ -36,7 +35,7 @@ from torchpaged.backends.flashinfer_plans import (
 )
 from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.package import DECODE, FLASHINFER
-from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing, not_planned
+from torchpaged.backends.planned_batch import Kind, PlannedBatchBuffers, is_capturing, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
@@ -70,18 +69,7 @@ class FlashInferSession(Session):
         self._planned_rows = 0
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        kind = Kind(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.dtype,
-            spec.kv_dtype or spec.dtype,
-            spec.causal,
-            spec.window_size[0],
-            spec.logits_soft_cap,
-            scale,
-        )
+        kind = Kind.of_spec(spec)
         if kind not in self._kinds:
             self._kinds.append(kind)
         return {"handle": self._handle}
@@ -177,7 +165,7 @@ class FlashInferSession(Session):
             "num_kv_heads": kind.num_kv_heads,
             "page_size": self.batch.block_size,
             "pos_encoding_mode": "NONE",
-            "window_left": kind.window_left,
+            "window_left": kind.window[0],
             "logits_soft_cap": kind.soft_cap,
             "q_data_type": kind.dtype,
             "kv_data_type": kind.kv_dtype,
@@ -222,18 +210,7 @@ class FlashInferSession(Session):
     def attend(self, call: AttentionCall) -> None:
         """The planned batch's attention; ``call.q`` may have padding behind the batch's tokens."""
         q, k_cache, v_cache, rows = call.q, call.k_cache, call.v_cache, call.block_table.shape[0]
-        kind = Kind(
-            q.shape[1],
-            k_cache.shape[2],
-            q.shape[2],
-            q.dtype,
-            k_cache.dtype,
-            call.causal,
-            call.window_left,
-            call.logits_soft_cap,
-            call.scale,
-        )
-        capturing = is_capturing(q.device)
+        kind, capturing = Kind.of_call(call), is_capturing(q.device)
         if call.max_query_len == 1:
             decoder = self._decoders.get((kind, rows))
             if decoder is None:

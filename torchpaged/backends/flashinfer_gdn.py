@@ -13,8 +13,7 @@ rows that it wants (custom_ops/state/triton/library_rows.py); in fused layers th
 kernels compile at first use, some seconds each."""
 
 import contextlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ import torch
 from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
 from torchpaged.backends.library_op import defined
-from torchpaged.backends.package import FLASHINFER, Package, at_least, parameters_lacking
+from torchpaged.backends.package import FLASHINFER, at_least, parameters_lacking
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS
@@ -34,120 +33,11 @@ from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.schema import SCHEMAS
 
-WIDTH = 128  # of keys and values
-PROVED = (9, 0)
-
-
-def why_own_rows(call: LinearAttentionCall, min_tokens: int) -> str | None:
-    """Of what a library does not take, what both have in common; None: it takes the call.
-
-    Args:
-        call: not checked yet.
-        min_tokens: of a call and of its longest row, as `LinearAttentionCall.max_query_len` bounds it.
-    """
-    q, v, state, out = call.q, call.v, call.state, call.out
-    if any(x.dim() != 3 for x in (q, call.k, v, out)) or state.dim() != 4:
-        return "shapes that the check refuses"
-    if min(call.max_query_len, v.shape[0]) < min_tokens or not call.state_slots.numel():
-        return f"rows of fewer than {min_tokens} tokens"
-    if not call.delta_rule:
-        return "no delta rule"
-    if v.dtype != torch.bfloat16:
-        return f"values of {v.dtype}"
-    if (q.shape[2], v.shape[2]) != (WIDTH, WIDTH):
-        return f"keys of {q.shape[2]} and values of {v.shape[2]}"
-    return None
-
-
-def loaded(package: Package) -> Any:
-    """The library, without a look at what is installed where it is here already."""
-    return sys.modules.get(package.module) or package.load()
-
-
-def state_backend(
-    name: str,
-    package: Package,
-    attend: Callable[[LinearAttentionCall], None],
-    step: Callable[[DeltaStepCall], None],
-    why_own: Callable[[LinearAttentionCall], str | None],
-) -> Backend:
-    """The device's own ops, but for prompts that ``kernel`` runs.
-
-    Args:
-        name: of the backend.
-        package: the library.
-        attend, step: run on checked calls, never on an empty batch.
-        why_own: why a call is the device's own kernels', or None.
-    """
-
-    def launch(*tensors: Any, **options: Any) -> None:
-        call = LinearAttentionCall(*tensors, **options)
-        if why_own(call) is not None:
-            BACKEND_OPS["default"].linear_attention(*tensors, **options)
-            return
-        check_linear_attention(call)
-        with _on(call.v.device):
-            attend(call)
-
-    def launch_step(*tensors: Any, **options: Any) -> None:
-        call = DeltaStepCall(*tensors, **options)
-        if call.max_query_len == 1:
-            BACKEND_OPS["default"].delta_step(*tensors, **options)
-            return
-        check_delta_step(call)
-        with _on(call.x.device):
-            if why_own(call.parts()[2]) is None:
-                step(call)
-            else:
-                BACKEND_OPS["default"].delta_step(*tensors, **options)
-
-    class LibrarySession(SemaphoreSession):
-        """Loads the library, so that one that can't be used is refused here."""
-
-        def _open(self, specs: Sequence[AttentionSpec]) -> None:
-            package.load()
-            super()._open(specs)
-
-    return Backend(
-        name,
-        replace(
-            triton_kernels.CAPABILITIES,
-            device_types=("cuda",),
-            min_compute_capability=PROVED,
-            further=_further,
-        ),
-        defined(
-            f"torchpaged_{name}",
-            **{
-                op: (SCHEMAS[op], apart_from_modes(run), FAKES[op])
-                for op, run in (("linear_attention", launch), ("delta_step", launch_step))
-            },
-        ),
-        lambda: package.unavailable() or triton_kernels.unavailable(),
-        session=LibrarySession,
-    )
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """What kernels of Python are launched within."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _further(spec: AttentionSpec) -> list[str]:
-    """What Triton's kernels say; and GPUs on which the library was not proved."""
-    reasons = triton_kernels.further(spec)
-    if spec.device.type == "cuda" and torch.cuda.is_available():
-        have = torch.cuda.get_device_capability(spec.device)
-        if have > PROVED:
-            reasons = [*reasons, f"compute capability {have} is not {PROVED}, where its library was proved"]
-    return reasons
-
-
 if TYPE_CHECKING:
     from torchpaged.custom_ops.state.triton.library_rows import LibraryRows
 
-NAME = "flashinfer_gdn"
-MIN_TOKENS = 64  # of a row: below them chunks are mostly padding
+NAME, PROVED = "flashinfer_gdn", (9, 0)
+WIDTH, MIN_TOKENS = 128, 64  # of keys and values; of a row: below them chunks are mostly padding
 #: Tokens of a row in the mean: from which on it is split, and up to which few heads are the library's.
 SPLIT_TOKENS, FEW_TOKENS = 2048, 512
 _NEEDED = ("output_state_indices", "state_indices", "use_cp", "max_seqlen")
@@ -162,18 +52,28 @@ PACKAGE = FLASHINFER._replace(backend=NAME, missing=at_least((0, 7, 4)), lacks=_
 
 
 def why_own(call: LinearAttentionCall) -> str | None:
-    """Why a call runs the device's own kernels, or None. The last reason as measured on an H200
-    (docs/log/state_prompts.md)."""
+    """Why a call, not checked yet, runs the device's own kernels, or None. The last reason as measured on an
+    H200 (docs/log/state_prompts.md)."""
+    q, v, state, out = call.q, call.v, call.state, call.out
     if call.g.dim() != 2:
         return "a decay for each key's column"
-    if call.out.dtype != call.v.dtype:
-        return f"results of {call.out.dtype} over values of {call.v.dtype}"
-    if not call.state.is_contiguous() or call.state.data_ptr() % 16:
+    if out.dtype != v.dtype:
+        return f"results of {out.dtype} over values of {v.dtype}"
+    if not state.is_contiguous() or state.data_ptr() % 16:
         return "states that are not contiguous"
-    reason = why_own_rows(call, MIN_TOKENS)
-    if reason is None and _programs(call, 8) and FEW_TOKENS < _mean_tokens(call) < SPLIT_TOKENS:
+    if any(x.dim() != 3 for x in (q, call.k, v, out)) or state.dim() != 4:
+        return "shapes that the check refuses"
+    if min(call.max_query_len, v.shape[0]) < MIN_TOKENS or not call.state_slots.numel():
+        return f"rows of fewer than {MIN_TOKENS} tokens"
+    if not call.delta_rule:
+        return "no delta rule"
+    if v.dtype != torch.bfloat16:
+        return f"values of {v.dtype}"
+    if (q.shape[2], v.shape[2]) != (WIDTH, WIDTH):
+        return f"keys of {q.shape[2]} and values of {v.shape[2]}"
+    if _programs(call, 8) and FEW_TOKENS < _mean_tokens(call) < SPLIT_TOKENS:
         return "few heads, of rows too short to be split"
-    return reason
+    return None
 
 
 def splits_rows(call: LinearAttentionCall) -> bool:
@@ -227,7 +127,7 @@ def _run(call: LinearAttentionCall, rows: "LibraryRows") -> None:
     """The library over rows of a call whose ``out`` it can write."""
     from torchpaged.custom_ops.state.triton.library_rows import gather_states, scatter_states
 
-    run = loaded(PACKAGE).chunk_gated_delta_rule
+    run = PACKAGE.loaded().chunk_gated_delta_rule
     state, starts = call.state, call.query_start_loc
     if starts.data_ptr() % 8:
         starts = starts.clone()
@@ -264,4 +164,65 @@ def _run(call: LinearAttentionCall, rows: "LibraryRows") -> None:
         )
 
 
-BACKEND = state_backend(NAME, PACKAGE, _attend, _step, why_own)
+# ----------------------------------------------------------------------------------------------- the backend
+def _launch(*tensors: Any, **options: Any) -> None:
+    call = LinearAttentionCall(*tensors, **options)
+    if why_own(call) is not None:
+        BACKEND_OPS["default"].linear_attention(*tensors, **options)
+        return
+    check_linear_attention(call)
+    with _on(call.v.device):
+        _attend(call)
+
+
+def _launch_step(*tensors: Any, **options: Any) -> None:
+    call = DeltaStepCall(*tensors, **options)
+    if call.max_query_len > 1:
+        check_delta_step(call)
+        with _on(call.x.device):
+            if why_own(call.parts()[2]) is None:
+                return _step(call)
+    BACKEND_OPS["default"].delta_step(*tensors, **options)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What kernels of Python are launched within."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class _Session(SemaphoreSession):
+    """Loads the library, so that one that can't be used is refused here."""
+
+    def _open(self, specs: Sequence[AttentionSpec]) -> None:
+        PACKAGE.load()
+        super()._open(specs)
+
+
+def _further(spec: AttentionSpec) -> list[str]:
+    """What Triton's kernels say; and GPUs on which the library was not proved."""
+    reasons = triton_kernels.further(spec)
+    if spec.device.type == "cuda" and torch.cuda.is_available():
+        have = torch.cuda.get_device_capability(spec.device)
+        if have > PROVED:
+            reasons = [*reasons, f"compute capability {have} is not {PROVED}, where its library was proved"]
+    return reasons
+
+
+BACKEND = Backend(
+    name=NAME,
+    capabilities=replace(
+        triton_kernels.CAPABILITIES,
+        device_types=("cuda",),
+        min_compute_capability=PROVED,
+        further=_further,
+    ),
+    ops=defined(
+        "torchpaged_flashinfer_gdn",
+        **{
+            op: (SCHEMAS[op], apart_from_modes(run), FAKES[op])
+            for op, run in (("linear_attention", _launch), ("delta_step", _launch_step))
+        },
+    ),
+    unavailable=lambda: PACKAGE.unavailable() or triton_kernels.unavailable(),
+    session=_Session,
+)

@@ -1,4 +1,4 @@
-"""What FlashInfer's plans are made of: kinds of layers, pages, wrappers."""
+"""What FlashInfer's plans are made of: pages and wrappers."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,20 +38,6 @@ def cumulated(numbers: list[int], device: torch.device) -> Tensor:
     for number in numbers:
         sums.append(sums[-1] + number)
     return torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
-
-
-class Kind(NamedTuple):
-    """What a plan depends on besides the batch: layers of one kind share it."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    causal: bool
-    window_left: int
-    soft_cap: float
-    scale: float
 
 
 @dataclass

@@ -9,7 +9,6 @@ request and gives no log-sum-exp. Pools of fp8 are refused: over them the librar
 Its kernels are compiled at first use, one per width, group of heads, block size, and with or without window.
 """
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +59,7 @@ def _attend(call: AttentionCall, workspace: Tensor | None) -> None:
     # A request of no keys gets one of block 0, so that no row is without any; its result is not taken.
     is_empty = seq_lens <= 0
     has_query = (query_start_loc.diff() > 0) & ~is_empty
-    library = sys.modules.get(PACKAGE.module) or PACKAGE.load()
+    library = PACKAGE.loaded()
     y = library.xqa_batch_decode_with_kv_cache(
         q[starts.clamp_max(num_tokens - 1)],
         (k_cache, v_cache),

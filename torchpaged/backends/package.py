@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,10 @@ class Package(NamedTuple):
         if why is not None:
             raise self._unusable(why)
         return library
+
+    def loaded(self) -> Any:
+        """`load`, without a look at what is installed where the module is here already."""
+        return sys.modules.get(self.module) or self.load()
 
     def _unusable(self, why: str) -> BackendUnavailableError:
         return BackendUnavailableError(f"backend {self.backend!r} is not usable here: {why}")

@@ -7,16 +7,52 @@ surprises, hidden rows.
     planned.finish(call, y, y_lse, sinks)   # in the op: what the library gave, as the contract has it
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.backends.session import PlannedBatch, assert_planned
-from torchpaged.backends.spec import Limits
+from torchpaged.backends.spec import AttentionSpec, Limits
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import PlanError
+
+
+class Kind(NamedTuple):
+    """What a plan depends on besides the batch: layers of one kind share it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    causal: bool
+    window: tuple[int, int]
+    soft_cap: float
+    scale: float
+
+    @classmethod
+    def of_spec(cls, spec: AttentionSpec) -> "Kind":
+        """Of layers that ask for this."""
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.kv_dtype or spec.dtype
+        return cls(*sizes, spec.causal, _window(spec.causal, *spec.window_size), spec.logits_soft_cap, scale)
+
+    @classmethod
+    def of_call(cls, call: AttentionCall) -> "Kind":
+        """Of the layer that calls."""
+        q, k_cache = call.q, call.k_cache
+        window = _window(call.causal, call.window_left, call.window_right)
+        sizes = q.shape[1], k_cache.shape[2], q.shape[2], q.dtype, k_cache.dtype
+        return cls(*sizes, call.causal, window, call.logits_soft_cap, call.scale)
+
+
+def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
+    """A causal query sees nothing to its right, whatever the window says."""
+    if not causal:
+        return left, right
+    return (left, 0) if left >= 0 else (-1, -1)
 
 
 class PlannedBatchBuffers:

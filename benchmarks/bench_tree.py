@@ -15,10 +15,9 @@ import torch
 from documents import command_line, time_layers, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from op_inputs.trees import random_parents
+from op_inputs.trees import random_parents, words_of
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.metadata.tree import words_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 

@@ -11,14 +11,8 @@ import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import check_sizes, is_int
 from torchpaged.custom_ops.errors import ArgumentError
-
-
-def _check_rows(max_batch_size: int) -> None:
-    if max_batch_size < 1:
-        raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
-
 
 #: Milliseconds, and the buckets behind a 0.
 _Way = tuple[float, tuple[int, ...]]
@@ -27,7 +21,7 @@ _Way = tuple[float, tuple[int, ...]]
 def default_buckets(max_batch_size: int) -> list[int]:
     """1, 2, 4, then every 8 up to 256, then every 16, and the maximum itself: at most 7 padded rows below 256
     (vLLM's list)."""
-    _check_rows(max_batch_size)
+    check_sizes(max_batch_size=max_batch_size)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_batch_size + 1, 16)]
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
@@ -49,8 +43,7 @@ def default_prefill_buckets(max_num_tokens: int) -> list[int]:
     """Numbers of tokens of prefill graphs, the largest ``max_num_tokens``, at most `MAX_PREFILL_BUCKET`:
     doubling where the weights' bytes set a step's time, then close enough that padding costs less than
     launches would."""
-    if max_num_tokens < 1:
-        raise ArgumentError("max_num_tokens", "at least 1 token", str(max_num_tokens))
+    check_sizes(max_num_tokens=max_num_tokens)
     largest = min(max_num_tokens, MAX_PREFILL_BUCKET)
     sizes = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
     return sorted({size for size in sizes if size < largest} | {largest})
@@ -123,7 +116,7 @@ def buckets_by_cost(
     Raises:
         ArgumentError: no size, or counts for sizes that can't occur.
     """
-    _check_rows(max_batch_size)
+    check_sizes(max_batch_size=max_batch_size)
     counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
     _check_counts(counts, max_batch_size)
     sizes = range(1, max_batch_size + 1)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.staged import StagedMemory, Staging
 from torchpaged.metadata import AttentionMetadata
@@ -68,10 +69,7 @@ class StepBuffers:
         order: Sequence[str],
         **at_least_one: int,
     ) -> None:
-        sizes = {**at_least_one, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
+        check_sizes(**at_least_one, max_blocks_per_req=max_blocks_per_req, block_size=block_size)
         self.max_blocks_per_req, self.block_size = max_blocks_per_req, block_size
         self.num_blocks, self.device = num_blocks, torch.device(device)
         self._order = tuple(order)

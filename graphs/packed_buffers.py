@@ -1,8 +1,8 @@
 """PackedBuffers: the static tensors that a captured prefill step reads, and their update in place.
 
     buffers = PackedBuffers([64, 512], max_num_reqs=8, max_blocks_per_req=128, block_size=16, device="cuda")
-    buffers.load(input_ids, query_lens=[7, 30], seq_lens=[7, 95], block_tables=[[1], [2, 3, 4, 5, 6, 7]],
-                 logits_indices=[6], padded_to=64)
+    tables = [[1], [2, 3, 4, 5, 6, 7]]
+    buffers.put(PackedBatch(input_ids, [7, 30], [7, 95], tables, logits_indices=[6]), padded_to=64)
     input_ids, metadata, logits_indices = buffers.view(64)
 
 All tensors of a bucket lie in one piece of memory. Padding is as in `torchpaged.graphs.buffers`: tokens past
@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import switch
+from torchpaged.custom_ops.checks import check_sizes, switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.buffers import StepBuffers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.checks import integers
 from torchpaged.metadata.fields import CODES, FIELDS, TREE_FIELDS, BatchSizes
 from torchpaged.metadata.host import host_numbers
-from torchpaged.metadata.tree import MAX_TREE_TOKENS, known_trees
+from torchpaged.metadata.tree import MAX_TREE_TOKENS, tree_numbers
 
 #: Fields in the order of their memory.
 _ORDER = (
@@ -78,8 +78,8 @@ class PackedBuffers(StepBuffers):
         switch("trees", trees)
         order = (*_ORDER, *TREE_FIELDS) if trees else _ORDER
         super().__init__(max_blocks_per_req, block_size, device, num_blocks, order, max_num_reqs=max_num_reqs)
-        if max_query_len is not None and max_query_len < 1:
-            raise ArgumentError("max_query_len", "at least 1 token, or None", str(max_query_len))
+        if max_query_len is not None:
+            check_sizes(max_query_len=max_query_len)
         self.buckets, self.max_num_reqs, self.trees = list(buckets), max_num_reqs, trees
         most = MAX_TREE_TOKENS if trees else self.buckets[-1]
         self.max_query_len = most if max_query_len is None else min(max_query_len, most)
@@ -113,37 +113,8 @@ class PackedBuffers(StepBuffers):
         """Whether a step of these sizes has a bucket."""
         return 0 < num_reqs <= self.max_num_reqs and 0 < num_tokens <= self.buckets[-1]
 
-    def load(
-        self,
-        input_ids: Sequence[int],
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int],
-        padded_to: int,
-        tree_parents: Trees | None = None,
-    ) -> None:
-        """Put one step into the tensors of the bucket ``padded_to``, and nothing waits for it.
-
-        Args:
-            input_ids: the tokens of all requests, one request after the other.
-            query_lens: tokens of each request.
-            seq_lens: KV tokens of each request, this step's included.
-            block_tables: each request's blocks.
-            logits_indices: the tokens whose logits are wanted, at most ``max_num_reqs``.
-            padded_to: the bucket.
-            tree_parents: of each request the parents of its tokens, or None where each continues the one
-                before it; as `AttentionMetadata.from_lists` takes them.
-
-        Raises:
-            ArgumentError: lengths, tokens, blocks or sizes don't fit; nothing is written then.
-        """
-        batch = PackedBatch(input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents)
-        self.check(batch, padded_to)
-        self.put(batch, padded_to)
-
     def put(self, batch: PackedBatch, padded_to: int) -> None:
-        """`load` of a batch that was checked."""
+        """Put a batch that was checked into the tensors of the bucket ``padded_to``; nothing waits for it."""
         trees = (batch.tree_parents or [None] * len(batch.query_lens)) if self.trees else None
         numbers = host_numbers(batch.query_lens, batch.seq_lens, batch.block_tables, self.block_size, trees)
         numbers["input_ids"] = batch.input_ids
@@ -163,7 +134,7 @@ class PackedBuffers(StepBuffers):
             raise ArgumentError("padded_to", f"one of the buckets {self.buckets}", str(padded_to))
         if filled and self.trees:
             raise ArgumentError("filled", "0 where tokens may be trees", str(filled), "list all requests")
-        self._check_lens(query_lens, seq_lens, filled)
+        self._check_lens(query_lens, filled)
         tokens = filled + len(input_ids)
         if sum(query_lens) + filled != tokens or tokens > padded_to:
             raise ArgumentError(
@@ -182,10 +153,10 @@ class PackedBuffers(StepBuffers):
                 raise ArgumentError(
                     "tree_parents", "None: these buffers were made without trees", "trees", "pass trees=True"
                 )
-            known_trees(tree_parents, query_lens, seq_lens)
+            tree_numbers(tree_parents, query_lens, seq_lens)  # refuses what is no tree
         self._check_blocks(query_lens, seq_lens, block_tables)
 
-    def _check_lens(self, query_lens: Sequence[int], seq_lens: Sequence[int], filled: int) -> None:
+    def _check_lens(self, query_lens: Sequence[int], filled: int) -> None:
         if not 0 < len(query_lens) <= self.max_num_reqs - filled:
             raise ArgumentError(
                 "query_lens",
@@ -195,12 +166,6 @@ class PackedBuffers(StepBuffers):
             )
         if min(query_lens) < 1:
             raise ArgumentError("query_lens", "at least 1 token per request", str(min(query_lens)))
-        if any(length < tokens for length, tokens in zip(seq_lens, query_lens, strict=False)):
-            raise ArgumentError(
-                "seq_lens",
-                "at least the tokens of this step",
-                f"{list(seq_lens)} for {list(query_lens)} tokens",
-            )
         if max(query_lens) > self.max_query_len:
             raise ArgumentError(
                 "query_lens", f"at most {self.max_query_len} tokens per request", str(max(query_lens))

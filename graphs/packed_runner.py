@@ -87,7 +87,6 @@ class PackedGraphRunner(BucketedGraphs):
             self.buffers, lambda bucket: step, buckets=sizes, device=device, pool=pool, **options
         )
         self._require_graphs(self.buffers.max_query_len)
-        self._step = step
 
     def fits(self, num_reqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes has a bucket."""

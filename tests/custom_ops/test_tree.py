@@ -7,13 +7,12 @@ import pytest
 import torch
 from as_oracle import assert_as_oracle
 from kernels import Kernels, Values, over
-from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, random_parents, tree_spec
+from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, random_parents, tree_spec, words_of
 
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, PagedAttention
 from torchpaged.backends import attention_spec, select_backend
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.metadata.tree import words_of
 from torchpaged.testing import Batch, assert_attention_close, run_paged_attention
 
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]

@@ -164,7 +164,7 @@ def test_a_capture_writes_nothing_and_comes_with_the_first_step() -> None:
 def test_padding_as_it_lies() -> None:
     buffers = PackedBuffers([8, 16], 4, COLUMNS, BLOCK, "cpu", BLOCKS)
     for name in ("full", "several"):
-        buffers.load(**{**batch_of(BATCHES[name]), "padded_to": 16})
+        buffers.put(PackedBatch(**batch_of(BATCHES[name])), 16)
     ids, m, indices = buffers.view(16)
     assert ids[9:].tolist() == [0] * 7
     assert m.slot_mapping[9:].tolist() == [-1] * 7
@@ -198,7 +198,7 @@ def bad_batches() -> Iterator[tuple[dict[str, Any], str]]:
         "input_ids: expected as many tokens as query_lens says",
     )
     yield {**good, "logits_indices": [9]}, r"logits_indices: expected at most 4 tokens in \[0, 9\)"
-    yield {**good, "seq_lens": [3, 4, 1]}, "seq_lens: expected at least the tokens of this step"
+    yield {**good, "seq_lens": [3, 4, 1]}, "seq_lens: expected at least the 5 new tokens of row 1"
     yield (
         {**good, "block_tables": [[1], [2], [3]]},
         "block_tables: expected 2 blocks of 4 for 5 tokens in row 1",

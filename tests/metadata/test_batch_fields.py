@@ -13,6 +13,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.engine.device import DecodeRows
 from torchpaged.graphs import PackedBuffers
 from torchpaged.graphs.buffers import DecodeBatch, DecodeBuffers
+from torchpaged.graphs.packed_buffers import PackedBatch
 from torchpaged.metadata.fields import (
     FIELDS,
     METADATA_FIELDS,
@@ -109,7 +110,7 @@ def test_integers_of_any_kind_make_the_same_batch(kind: Any) -> None:
     assert (batch.query_lens, batch.max_query_len) == (expected.query_lens, expected.max_query_len)
     packed, decodes = PackedBuffers([512], 3, 4, size, "cpu"), DecodeBuffers(3, 4, size, "cpu")
     tokens = sum(lists[0])
-    packed.load(range(tokens), *given, [0], 512)
+    packed.put(PackedBatch(range(tokens), *given, [0]), 512)
     decodes.put(DecodeBatch(of([1, 2, 3]).tolist(), given[1], given[2]), 3)
     views = packed.view(512)[1], AttentionMetadata.from_lists([1, 1, 1], *lists[1:], block_size=size)
     for name, tensor in expected.tensors().items():

@@ -208,7 +208,7 @@ def test_nothing_pays_and_nothing_is_touched() -> None:
     before.clear()
     assert not before.lens.any()
     assert prefixes.buffers(3, 4) is before
-    with pytest.raises(ArgumentError, match="block_size: expected at least 1"):
+    with pytest.raises(ArgumentError, match="block_size: expected an int of at least 1"):
         automatic(block_size=0)
 
 

@@ -9,6 +9,7 @@ Attention over such a batch gives each token what it would get at the end of its
 request of its own (tree attention of SpecInfer, arXiv:2305.09781).
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -149,79 +150,41 @@ def _check_parents(parents: Tensor, index: Tensor, inside: Tensor) -> None:
 def _ints_of(parents: Sequence[int], row: int) -> list[int]:
     """One request's parents, none of them rounded."""
     given = parents.tolist() if hasattr(parents, "tolist") else parents
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(map(is_int, given)):
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not all(is_int(parent) and abs(parent) < 2**31 for parent in given):
         raise ArgumentError(
             "tree_parents", f"a list of ints, or None, for the query tokens of row {row}", repr(parents)
         )
     return [int(parent) for parent in given]
 
 
-def words_of(parents: Sequence[int]) -> list[int]:
-    """The words of one request's tree on the host, as signed 64-bit numbers.
-
-    Args:
-        parents: as in `tree_mask_from_parents`, of one request.
-
-    Raises:
-        ArgumentError: a parent that is no token before its child, or more than 64 tokens.
-    """
-    if len(parents) > MAX_TREE_TOKENS:
-        raise ArgumentError(
-            "parents", f"at most {MAX_TREE_TOKENS} query tokens per request", str(len(parents))
-        )
-    words: list[int] = []
-    for token, parent in enumerate(parents):
-        if not -1 <= parent < token:
-            raise ArgumentError(
-                "parents", f"-1, or a token before it, for query token {token}", str(int(parent))
-            )
-        words.append(1 << token | (words[parent] if parent >= 0 else 0))
-    return [word - (1 << 64) if word >> 63 else word for word in words]
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """How many ancestors each token of one request's tree has; ``parents`` as in `words_of`, checked."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return depths
-
-
-def known_trees(
+def tree_numbers(
     tree_parents: Sequence[Sequence[int] | None], query_lens: Sequence[int], seq_lens: Sequence[int]
-) -> list[list[int]]:
-    """Every request's parents: a chain where None was given.
+) -> dict[str, list[int]]:
+    """What a batch of trees has in place of a chain's numbers, by name; where None was given, of a chain.
 
     Raises:
         ArgumentError: not one tree per request, one that is no list of ints or of another number of tokens,
-            or a sequence shorter than its query tokens.
+            a sequence shorter than its query tokens, or what `tree_mask_from_parents` refuses.
     """
     if len(tree_parents) != len(query_lens):
         raise ArgumentError("tree_parents", f"a tree per request ({len(query_lens)})", str(len(tree_parents)))
-    trees = []
+    every: list[int] = []
     for row, (parents, query_len, seq_len) in enumerate(zip(tree_parents, query_lens, seq_lens, strict=True)):
-        chain = range(-1, query_len - 1)
-        trees.append(list(chain) if parents is None else _ints_of(parents, row))
-        if len(trees[-1]) != query_len or seq_len < query_len:
+        tree = list(range(-1, query_len - 1)) if parents is None else _ints_of(parents, row)
+        if len(tree) != query_len or seq_len < query_len:
             raise ArgumentError(
                 "tree_parents",
                 f"a parent for each of the {query_len} query tokens of row {row}, which its {seq_len} tokens "
                 "include",
-                str(len(trees[-1])),
+                str(len(tree)),
             )
-        words_of(trees[-1])  # refuses what is no tree
-    return trees
-
-
-def tree_numbers(
-    tree_parents: Sequence[Sequence[int] | None], query_lens: Sequence[int], seq_lens: Sequence[int]
-) -> dict[str, list[int]]:
-    """What a batch of trees has in place of a chain's numbers, by name; arguments and errors as of
-    `known_trees`."""
-    trees = known_trees(tree_parents, query_lens, seq_lens)
-    contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
-    of_branches = zip(contexts, map(depths_of, trees), strict=True)
-    return {
-        "positions": [context + depth for context, depths in of_branches for depth in depths],
-        "tree_mask": [word for parents in trees for word in words_of(parents)],
-    }
+        every += tree
+    if not every:
+        return {"positions": [], "tree_mask": []}
+    starts = [0, *itertools.accumulate(query_lens)]
+    of_tokens, lens, bounds = (
+        torch.tensor(numbers, dtype=torch.int32, device="cpu") for numbers in (every, seq_lens, starts)
+    )
+    mask = tree_mask_from_parents(of_tokens, bounds)
+    return {"positions": tree_token_positions(mask, lens, bounds).tolist(), "tree_mask": mask.tolist()}

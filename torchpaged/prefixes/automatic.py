@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, Session
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.words import one_line
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes.attention import can_read_once
@@ -54,9 +54,7 @@ class AutomaticPrefixes:
         width = head_dim if head_dim_v is None else head_dim_v
         self._layer = LayerShape(num_heads, num_kv_heads, head_dim, width, kv_dtype.itemsize)
         sizes = {"max_num_groups": max_num_groups, "max_blocks_per_req": max_blocks_per_req}
-        for name, size in {**self._layer._asdict(), **sizes, "block_size": block_size}.items():
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
+        check_sizes(**self._layer._asdict(), **sizes, block_size=block_size)
         self.costs = costs_of(device) if costs is None else costs
         self.max_blocks_per_req = max_blocks_per_req
         self._sizes, self.block_size, self._device = sizes, block_size, torch.device(device)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_sources import HostProgram, needs_gxx
-from op_inputs.trees import random_parents
+from op_inputs.trees import random_parents, words_of
 
 from torchpaged.custom_ops.attention.mask import tree_positions
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.metadata.tree import words_of
 
 pytestmark = needs_gxx
 

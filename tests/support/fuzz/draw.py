@@ -12,13 +12,12 @@ import random
 from typing import Any
 
 import torch
-from op_inputs.trees import TREE_KINDS, random_parents
+from op_inputs.trees import TREE_KINDS, random_parents, words_of
 
 from fuzz.aims import AIMS, hide_blocks
 from fuzz.configuration import Configuration
 from fuzz.shared_prefixes import share_prefixes
 from torchpaged.custom_ops.pools import FP8
-from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.pools import PoolLayout
 

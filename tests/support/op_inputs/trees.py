@@ -5,13 +5,13 @@ branches, rows = branches_of(batch)
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.pools import clone_storage, on_host
 
@@ -33,6 +33,14 @@ def random_parents(count: int, seed: int, kind: str = "random") -> tuple[int, ..
     if kind == "star":
         return (-1,) * count
     return tuple(r.randint(max(least[kind](i), -1), i - 1) for i in range(count))
+
+
+def words_of(parents: Sequence[int]) -> list[int]:
+    """The words of one request's tree, token by token, as signed 64-bit numbers."""
+    words: list[int] = []
+    for token, parent in enumerate(parents):
+        words.append(1 << token | (words[parent] if parent >= 0 else 0))
+    return [word - (1 << 64) if word >> 63 else word for word in words]
 
 
 @dataclass(frozen=True)

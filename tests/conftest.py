@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from command import python
-from torch import Tensor
 
 from torchpaged.custom_ops import native_status
 
@@ -175,9 +174,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     prefixes_module = importlib.import_module("torchpaged.prefixes.attention")
     two = prefixes_module._two_passes
 
-    def counted(q: Tensor, *rest: Any) -> Any:
-        seen.append(q.shape[0])
-        return two(q, *rest)
+    def counted(call: Any, *rest: Any) -> Any:
+        seen.append(call.q.shape[0])
+        return two(call, *rest)
 
     monkeypatch.setattr(prefixes_module, "_two_passes", counted)
     return seen

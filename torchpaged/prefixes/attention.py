@@ -17,7 +17,7 @@ from torchpaged.custom_ops.attention.cascade_call import CascadeCall, MergeCall
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import KVScales, check_pools
-from torchpaged.functional import merge_attn_states, paged_attention
+from torchpaged.functional import paged_attention
 from torchpaged.prefixes.buffers import SharedPrefixes, StepPrefixes
 
 #: Whose ``cascade_attention`` is more than two calls of their ``paged_attention`` here or its specification.
@@ -101,13 +101,11 @@ def cascade_attention(
         scales=KVScales(k_scale, v_scale),
         output_scale=output_scale,
     )
-    one_call = _ops_of_one_call(call, ops)
-    out, lse = call.out, call.lse
-    if one_call is not None:
-        _one_call(one_call, call, step)
-    else:
-        out, lse = merge_attn_states(*_two_passes(q, call, step, ops), output_scale=output_scale, ops=ops)
-    return (out, lse) if return_lse else out
+    kind = Kind.of(call)
+    if call.lse is None:  # two passes need it of each other
+        kind = kind._replace(given=(*kind.given, "lse"))
+    _attend(choose_ops(kind, ops), call, step)
+    return call.out if call.lse is None else (call.out, call.lse)
 
 
 def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
@@ -123,29 +121,18 @@ def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixe
     """
     if not torch.compiler.is_compiling():
         _check(*call[:6], step)
+    _attend(ops, call, step)
+
+
+def _attend(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
+    """By the op ``cascade_attention`` where these handles have one, or else in two passes."""
+    refuse_grad(q=call.q, sinks=call.sinks, output_scale=call.output_scale)
     if _has_op(ops, call.q.device):
         _one_call(ops, call, step)
     else:
-        states = _two_passes(call.q, call, step, ops)
-        tensors, options = MergeCall(*states, call.out, output_scale=call.output_scale).flat()
+        merged = MergeCall(*_two_passes(call, step, ops), call.out, call.lse, call.output_scale)
+        tensors, options = merged.flat()
         ops.merge_attn_states(*tensors, **options)
-
-
-def _ops_of_one_call(call: AttentionCall, ops: BackendOps | None) -> BackendOps | None:
-    """The handles whose op ``cascade_attention`` serves a call, or None: two passes do.
-
-    Args:
-        call: the whole one.
-        ops: held to what their backend declares; None: those that every other entry point would choose.
-
-    Raises:
-        BackendUnavailableError: as `torchpaged.paged_attention`.
-    """
-    kind = Kind.of(call)
-    if call.lse is None:  # two passes need it of each other
-        kind = kind._replace(given=(*kind.given, "lse"))
-    found = choose_ops(kind, ops)
-    return found if _has_op(found, call.q.device) else None
 
 
 def _has_op(ops: BackendOps, device: torch.device) -> bool:
@@ -156,7 +143,6 @@ def _has_op(ops: BackendOps, device: torch.device) -> bool:
 
 def _one_call(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
     """By the op ``cascade_attention``, which checks its arguments."""
-    refuse_grad(q=call.q, sinks=call.sinks, output_scale=call.output_scale)
     own, shared = call._replace(block_table=step.block_table, seq_lens=step.seq_lens), step.shared
     groups = shared.block_table, shared.lens, shared.query_start_loc, shared.order, shared.inverse
     tensors, options = CascadeCall(own, *groups).flat()
@@ -164,10 +150,10 @@ def _one_call(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
 
 
 def _two_passes(
-    q: Tensor, call: AttentionCall, step: StepPrefixes, ops: BackendOps | None
+    call: AttentionCall, step: StepPrefixes, ops: BackendOps
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs and LSE over the prefixes, in the batch's order, and over the rest."""
-    shared, pools = step.shared, (call.k_cache, call.v_cache)
+    q, shared, pools = call.q, step.shared, (call.k_cache, call.v_cache)
     options: dict[str, Any] = {"scale": call.scale, "logits_soft_cap": call.logits_soft_cap, "ops": ops}
     options |= {**call.scales.by_name, "return_lse": True}
     over_prefixes, prefix_lse = paged_attention(

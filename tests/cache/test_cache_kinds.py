@@ -27,20 +27,10 @@ class JointSpec(LayerSpec):
     num_kv_heads: int
     head_dim: int
 
-    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * block_size * self.num_kv_heads * self.head_dim * dtype.itemsize
+    POOLS = JointPool
 
-    def make_pools(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> JointPool:
-        return JointPool(
-            torch.zeros(
-                num_blocks, block_size, self.num_kv_heads, 2 * self.head_dim, dtype=dtype, device=device
-            )
-        )
-
-    def block_tensors(self, pools: JointPool) -> dict[str, Tensor]:
-        return {"kv_cache": pools.kv_cache}
+    def block_shapes(self, block_size: int, dtype: torch.dtype) -> Any:
+        return {"kv_cache": ((block_size, self.num_kv_heads, 2 * self.head_dim), dtype)}
 
 
 # -------------------------------------------------- a kind whose blocks hold no tokens, in a dtype of its own

@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -244,10 +245,11 @@ class DiskCopy(NamedTuple):
     checksum: int
 
 
+@dataclass(eq=False)
 class Returning:
     """Blocks that come from the host, and others that come there from the file first: an `Arrival`.
 
-    Args:
+    Attributes:
         keys, blocks: of all of them.
         arrival: of those that the host has.
         cold: places of the others in ``keys``.
@@ -255,50 +257,43 @@ class Returning:
         job: which reads them.
         told: told how it ended.
         returned: called with it once ``job`` is done: sets `is_over`, and `then` if it was not left.
-
-    Attributes:
-        keys, blocks, cold, copies, slots, job, told: as given.
         is_left, is_over: whether no request wants it any more, and whether ``returned`` was called.
         then: of what came from the file; None: nothing, or not yet.
     """
 
-    def __init__(
-        self,
-        keys: list[Hashable],
-        blocks: list[int],
-        arrival: Arrival,
-        cold: list[int],
-        copies: list[DiskCopy],
-        slots: list[int],
-        job: Job[str],
-        told: Told,
-        returned: "Callable[[Returning], None]",
-    ) -> None:
-        self.keys, self.blocks, self.cold, self.copies, self._returned = keys, blocks, cold, copies, returned
-        self.slots, self.job, self.told, self._first = slots, job, told, arrival
-        self.is_left, self.is_over = False, False
-        self.then: Arrival | None = None
+    keys: list[Hashable]
+    blocks: list[int]
+    arrival: Arrival
+    cold: list[int]
+    copies: list[DiskCopy]
+    slots: list[int]
+    job: Job[str]
+    told: Told
+    returned: "Callable[[Returning], None]"
+    is_left: bool = False
+    is_over: bool = False
+    then: Arrival | None = None
 
     def ready(self) -> bool:
         """See `Arrival`."""
         if not self.is_over:
             if not self.job.done():
                 return False
-            self._returned(self)
-        return self._first.ready() and (self.then is None or self.then.ready())
+            self.returned(self)
+        return self.arrival.ready() and (self.then is None or self.then.ready())
 
     def wait(self) -> None:
         """See `Arrival`: the host waits for the file."""
         if not self.is_over:
             self.job.wait()
-            self._returned(self)
-        self._first.wait()
+            self.returned(self)
+        self.arrival.wait()
         if self.then is not None:
             self.then.wait()
 
     def leave(self) -> None:
         """See `Arrival`."""
         self.is_left = True
-        self._first.leave()
+        self.arrival.leave()
         if self.then is not None:
             self.then.leave()

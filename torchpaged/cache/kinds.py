@@ -9,27 +9,23 @@ engine take layers of any kind, of several kinds in one model too. They share bl
 is block 5 in the pools of every layer that keeps blocks.
 """
 
+import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 
-
-class BlockOps(Protocol):
-    """The op handles that move whole blocks: ``torchpaged.custom_ops.BackendOps`` has them."""
-
-    @property
-    def copy_blocks(self) -> Any:
-        """``(k_cache, v_cache, block_mapping)``."""
+#: Of each pool of a layer a block's shape, and its dtype.
+BlockShapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class LayerSpec(ABC):
+class LayerSpec:
     """What one layer stores. Subclasses are frozen dataclasses of its sizes, equal where the layers
     are alike.
 
@@ -41,20 +37,31 @@ class LayerSpec(ABC):
 
     per_request: ClassVar[bool] = False
 
-    @abstractmethod
+    #: Of its pools: a NamedTuple of tensors, or None where a field is not used.
+    POOLS: ClassVar[Callable[..., Any]]
+
+    def block_shapes(self, block_size: int, dtype: torch.dtype) -> BlockShapes:
+        """Shape and dtype of a block of ``block_size`` tokens in each of its pools, by their fields' names,
+        where a cache's pools are of ``dtype``. What follows from it a kind may say itself instead."""
+        raise NotImplementedError
+
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block of ``block_size`` tokens in pools of ``dtype``."""
+        """Bytes of one block in all pools together."""
+        shapes = self.block_shapes(block_size, dtype).values()
+        return sum(math.prod(shape) * kept.itemsize for shape, kept in shapes)
 
-    @abstractmethod
     def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The layer's pools: a NamedTuple of tensors, zeros, or None where a field is not used. Called
-        outside inference mode."""
+        """The layer's pools: zeros. Called outside inference mode."""
+        shapes = self.block_shapes(block_size, dtype).items()
+        return self.POOLS(
+            **{n: torch.zeros(num_blocks, *shape, dtype=kept, device=device) for n, (shape, kept) in shapes}
+        )
 
-    @abstractmethod
     def block_tensors(self, pools: Any) -> dict[str, Tensor]:
         """Those of ``pools`` that hold blocks, ``[num_blocks, ...]``, by their field's name."""
+        return {name: x for name, x in pools._asdict().items() if x is not None and x.numel()}
 
-    def copy_blocks(self, pools: Any, block_mapping: Tensor, ops: BlockOps) -> None:
+    def copy_blocks(self, pools: Any, block_mapping: Tensor, ops: BackendOps) -> None:
         """Copy whole blocks inside ``pools``.
 
         Args:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.cache.kinds import BlockShapes, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FP8, KVScales
@@ -66,6 +67,8 @@ class KVLayerSpec(LayerSpec):
     head_dim: int
     head_dim_v: int | None = None
 
+    POOLS = LayerKVCache
+
     def __post_init__(self) -> None:
         check_sizes(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.head_dim_v is not None:
@@ -76,33 +79,25 @@ class KVLayerSpec(LayerSpec):
         """Width of a value: ``head_dim_v``, or ``head_dim`` where that is None."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
-    def elements_per_token(self) -> int:
-        """Numbers stored for one token in this layer."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
-
-    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+    def block_shapes(self, block_size: int, dtype: torch.dtype) -> BlockShapes:
         """See `LayerSpec`."""
-        return block_size * self.elements_per_token() * dtype.itemsize
+        rows = block_size, self.num_kv_heads
+        return {"k_cache": ((*rows, self.head_dim), dtype), "v_cache": ((*rows, self.value_dim), dtype)}
 
-    def make_pools(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerKVCache:
+    def make_pools(self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Any:
         """See `LayerSpec`; fp8 pools come with scales of 1.0."""
-        shape = (num_blocks, block_size, self.num_kv_heads)
-        k_cache, v_cache = (
-            torch.zeros(*shape, width, dtype=dtype, device=device)
-            for width in (self.head_dim, self.value_dim)
-        )
+        pools = super().make_pools(num_blocks, block_size, dtype, device)
         if dtype not in FP8:
-            return LayerKVCache(k_cache, v_cache)
-        ones = (torch.ones(1, dtype=torch.float32, device=device) for _ in KVScales._fields)
-        return LayerKVCache(k_cache, v_cache, *ones)
+            return pools
+        return pools._replace(
+            **{name: torch.ones(1, dtype=torch.float32, device=device) for name in KVScales._fields}
+        )
 
     def block_tensors(self, pools: LayerKVCache) -> dict[str, Tensor]:
         """See `LayerSpec`."""
         return {"k_cache": pools.k_cache, "v_cache": pools.v_cache}
 
-    def copy_blocks(self, pools: LayerKVCache, block_mapping: Tensor, ops: BlockOps) -> None:
+    def copy_blocks(self, pools: LayerKVCache, block_mapping: Tensor, ops: BackendOps) -> None:
         """See `LayerSpec`; by the op ``copy_blocks``."""
         ops.copy_blocks(pools.k_cache, pools.v_cache, block_mapping)
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache.block_pool import BlockPool, check_num_blocks
-from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of, memory_of
+from torchpaged.cache.kinds import LayerSpec, kind_of, memory_of
 from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.cache.requests import CacheRequests
-from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, of_bytes, one_line
@@ -241,14 +241,14 @@ class PagedKVCache:
             for name, tensor in self._blocks(layer).items()
         }
 
-    def copy_blocks(self, block_mapping: Tensor, ops: BlockOps) -> None:
+    def copy_blocks(self, block_mapping: Tensor, ops: BackendOps) -> None:
         """Copy whole blocks in every layer that has no blocks of its own; arguments as in
         `LayerSpec.copy_blocks`."""
         for layer, spec in enumerate(self.layers):
             if layer not in self.blocks_of:
                 spec.copy_blocks(self._pools[layer], block_mapping, ops)
 
-    def copy_requests(self, request_mapping: Tensor, ops: BlockOps) -> None:
+    def copy_requests(self, request_mapping: Tensor, ops: BackendOps) -> None:
         """Copy what requests keep in `per_request <LayerSpec>` layers: ``[n, 2]`` int64, source and
         destination; no request is both."""
         for layer in self.per_request:

@@ -1,12 +1,13 @@
 """The kind ``latent``: one row per token that all heads share, of multi-head latent attention."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.cache.kinds import BlockShapes, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
@@ -32,12 +33,10 @@ class LatentLayerSpec(LayerSpec):
     kv_lora_rank: int
     qk_rope_head_dim: int
 
+    POOLS: ClassVar[Any] = LayerLatentCache
+
     def __post_init__(self) -> None:
         check_sizes(kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
-
-    def elements_per_token(self) -> int:
-        """Numbers stored for one token in this layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
 
     def width(self, dtype: torch.dtype) -> int:
         """Of a row of a pool of ``dtype``.
@@ -56,22 +55,11 @@ class LatentLayerSpec(LayerSpec):
             )
         return row_bytes(rank, rope)
 
-    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+    def block_shapes(self, block_size: int, dtype: torch.dtype) -> BlockShapes:
         """See `LayerSpec`."""
-        return block_size * self.width(dtype) * dtype.itemsize
+        return {"kv_cache": ((block_size, 1, self.width(dtype)), dtype)}
 
-    def make_pools(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerLatentCache:
-        """See `LayerSpec`."""
-        shape = (num_blocks, block_size, 1, self.width(dtype))
-        return LayerLatentCache(torch.zeros(shape, dtype=dtype, device=device))
-
-    def block_tensors(self, pools: LayerLatentCache) -> dict[str, Tensor]:
-        """See `LayerSpec`."""
-        return {"kv_cache": pools.kv_cache}
-
-    def copy_blocks(self, pools: LayerLatentCache, block_mapping: Tensor, ops: BlockOps) -> None:
+    def copy_blocks(self, pools: LayerLatentCache, block_mapping: Tensor, ops: BackendOps) -> None:
         """See `LayerSpec`; by the op ``copy_blocks``, latents and rotated keys as a pair of pools."""
         rank = self.kv_lora_rank
         ops.copy_blocks(pools.kv_cache[..., :rank], pools.kv_cache[..., rank:], block_mapping)
@@ -100,41 +88,25 @@ class IndexedLatentLayerSpec(LatentLayerSpec):
 
     index_head_dim: int
 
+    POOLS = LayerIndexedLatentCache
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(index_head_dim=self.index_head_dim)
 
-    def elements_per_token(self) -> int:
-        """Numbers stored for one token in this layer."""
-        return super().elements_per_token() + self.index_head_dim
-
-    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+    def block_shapes(self, block_size: int, dtype: torch.dtype) -> BlockShapes:
         """See `LayerSpec`."""
-        scale = 4 if dtype == ROW_DTYPE else 0
-        own = block_size * (self.index_head_dim * dtype.itemsize + scale)
-        return super().bytes_per_block(block_size, dtype) + own
-
-    def make_pools(  # type: ignore[override]
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerIndexedLatentCache:
-        """See `LayerSpec`."""
-        slots = num_blocks, block_size
-        kv_cache, index_cache = (
-            torch.zeros(*slots, 1, width, dtype=dtype, device=device)
-            for width in (self.width(dtype), self.index_head_dim)
-        )
-        scale = torch.zeros(slots, dtype=torch.float32, device=device) if dtype == ROW_DTYPE else None
-        return LayerIndexedLatentCache(kv_cache, index_cache, scale)
-
-    def block_tensors(self, pools: LayerIndexedLatentCache) -> dict[str, Tensor]:  # type: ignore[override]
-        """See `LayerSpec`."""
-        return {name: tensor for name, tensor in pools._asdict().items() if tensor is not None}
+        found = super().block_shapes(block_size, dtype)
+        found["index_cache"] = (block_size, 1, self.index_head_dim), dtype
+        if dtype == ROW_DTYPE:
+            found["index_scale"] = (block_size,), torch.float32
+        return found
 
     def copy_blocks(
         self,
         pools: LayerIndexedLatentCache,  # type: ignore[override]
         block_mapping: Tensor,
-        ops: BlockOps,
+        ops: BackendOps,
     ) -> None:
         """See `LayerSpec`."""
         LayerSpec.copy_blocks(self, pools, block_mapping, ops)

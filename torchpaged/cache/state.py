@@ -1,14 +1,13 @@
 """The kind ``state``: what a layer keeps of a request as a whole, however long it is: the last inputs of a
 convolution, and a matrix per head."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
+from torchpaged.cache.kinds import BlockShapes, LayerKind, LayerSpec, register_layer_kind
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import repr_of_fields
@@ -24,7 +23,7 @@ class LayerStates(NamedTuple):
     """
 
     conv_state: Tensor
-    state: Tensor | None
+    state: Tensor | None = None
 
     def __repr__(self) -> str:
         return repr_of_fields(self)
@@ -53,6 +52,7 @@ class StateLayerSpec(LayerSpec):
     state_dtype: torch.dtype = torch.float32
     input_dtype: torch.dtype | None = None
 
+    POOLS = LayerStates
     per_request: ClassVar[bool] = True
 
     __repr__ = repr_of_fields
@@ -72,27 +72,10 @@ class StateLayerSpec(LayerSpec):
     def _matrix(self) -> tuple[int, int, int]:
         return self.num_heads, self.key_dim, self.value_dim
 
-    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one request, whatever ``block_size`` is."""
-        inputs = (self.width - 1) * self.channels * (self.input_dtype or dtype).itemsize
-        return inputs + math.prod(self._matrix) * self.state_dtype.itemsize
-
-    def make_pools(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerStates:
-        """See `LayerSpec`; ``num_blocks``: slots."""
-        sizes = (num_blocks, self.width - 1, self.channels)
-        inputs = torch.zeros(sizes, dtype=self.input_dtype or dtype, device=device)
-        if not self.num_heads:
-            return LayerStates(inputs, None)
-        return LayerStates(
-            inputs, torch.zeros(num_blocks, *self._matrix, dtype=self.state_dtype, device=device)
-        )
-
-    def block_tensors(self, pools: LayerStates) -> dict[str, Tensor]:
-        """See `LayerSpec`."""
-        found = {"conv_state": pools.conv_state} if self.channels else {}
-        return found if pools.state is None else found | {"state": pools.state}
+    def block_shapes(self, block_size: int, dtype: torch.dtype) -> BlockShapes:
+        """See `LayerSpec`: of one request, whatever ``block_size`` is."""
+        shapes: BlockShapes = {"conv_state": ((self.width - 1, self.channels), self.input_dtype or dtype)}
+        return shapes | ({"state": (self._matrix, self.state_dtype)} if self.num_heads else {})
 
 
 register_layer_kind(LayerKind("state", StateLayerSpec))

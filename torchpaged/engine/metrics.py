@@ -8,13 +8,20 @@ While steps run there are counters only; everything else is computed when it is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchpaged.cache.disk_tier import DiskTier
 from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.engine.outputs import BOUNDS, GeneratorStats, LatencyHistogram
 from torchpaged.engine.scheduler import Scheduler
+
+
+def _metric(name: str, words: str) -> Any:
+    """A field that Prometheus knows by this name; its end says of what kind it is."""
+    kinds = {"total": "counter", "seconds": "histogram"}
+    return field(metadata={"prometheus": (name, kinds.get(name.split("_")[-1], "gauge"), words)})
 
 
 @dataclass(frozen=True)
@@ -47,67 +54,44 @@ class EngineMetrics:
         end_to_end: seconds from `Generator.submit` to a request's end, of those that ended by a token.
     """
 
-    running: int
-    waiting: int
-    finished: dict[str, int]
-    preemptions: int
-    swapped: int
-    num_blocks: int
-    blocks_used: int
-    useful_tokens: int
-    utilisation: float
-    prompt_tokens: int
-    new_tokens: int
-    prefix_hit_rate: float
-    missed_tokens: dict[str, int]
-    evicted_blocks: int
-    host_tokens: int
-    disk_tokens: int
-    disk_blocks: int
-    disk_errors: dict[str, int]
-    late_compiles: int
-    queue: LatencyHistogram
-    first_token: LatencyHistogram
-    between_tokens: LatencyHistogram
-    end_to_end: LatencyHistogram
+    running: int = _metric("requests_running", "Requests that run.")
+    waiting: int = _metric("requests_waiting", "Requests that wait.")
+    finished: dict[str, int] = _metric("requests_finished_total", "Requests that ended, by reason.")
+    preemptions: int = _metric("preemptions_total", "Requests put back to wait.")
+    swapped: int = _metric("swapped_total", "Of these, to the host.")
+    num_blocks: int = _metric("blocks", "Blocks of the pool.")
+    blocks_used: int = _metric("blocks_used", "Blocks in use.")
+    useful_tokens: int = _metric("useful_tokens", "Tokens in blocks in use.")
+    utilisation: float = _metric("utilisation_ratio", "Share of places in blocks in use with a token.")
+    prompt_tokens: int = _metric("prompt_tokens_total", "Tokens of prompts.")
+    new_tokens: int = _metric("new_tokens_total", "Tokens of outputs.")
+    prefix_hit_rate: float = _metric("prefix_hit_ratio", "Share of tokens looked up that were found.")
+    missed_tokens: dict[str, int] = _metric(
+        "missed_tokens_total", "Tokens looked up and not found, by reason."
+    )
+    evicted_blocks: int = _metric("evicted_blocks_total", "Blocks given up for other tokens.")
+    host_tokens: int = _metric("host_tokens_total", "Tokens back from the host.")
+    disk_tokens: int = _metric("disk_tokens_total", "Of these, from a disk.")
+    disk_blocks: int = _metric("disk_blocks", "Blocks on the disk.")
+    disk_errors: dict[str, int] = _metric(
+        "disk_errors_total", "Blocks not written or not read back, by reason."
+    )
+    late_compiles: int = _metric("late_compiles_total", "Kernels compiled while steps ran.")
+    queue: LatencyHistogram = _metric("queue_seconds", "Seconds until a request first ran.")
+    first_token: LatencyHistogram = _metric("first_token_seconds", "Seconds to the first token.")
+    between_tokens: LatencyHistogram = _metric("between_tokens_seconds", "Seconds between tokens.")
+    end_to_end: LatencyHistogram = _metric("end_to_end_seconds", "Seconds to a request's last token.")
 
     __repr__ = repr_of_fields
 
     def prometheus(self) -> str:
         """The same in Prometheus' text format, version 0.0.4; names begin with ``torchpaged_``."""
         lines: list[str] = []
-        for field, (name, kind, words) in _METRICS.items():
+        for each in fields(self):
+            name, kind, words = each.metadata["prometheus"]
             lines += [f"# HELP torchpaged_{name} {words}", f"# TYPE torchpaged_{name} {kind}"]
-            lines += _samples(f"torchpaged_{name}", getattr(self, field))
+            lines += _samples(f"torchpaged_{name}", getattr(self, each.name))
         return "\n".join([*lines, ""])
-
-
-#: Name, kind and words of each metric, by the field that has it.
-_METRICS = {
-    "running": ("requests_running", "gauge", "Requests that run."),
-    "waiting": ("requests_waiting", "gauge", "Requests that wait."),
-    "finished": ("requests_finished_total", "counter", "Requests that ended, by reason."),
-    "preemptions": ("preemptions_total", "counter", "Requests put back to wait."),
-    "swapped": ("swapped_total", "counter", "Of these, to the host."),
-    "num_blocks": ("blocks", "gauge", "Blocks of the pool."),
-    "blocks_used": ("blocks_used", "gauge", "Blocks in use."),
-    "useful_tokens": ("useful_tokens", "gauge", "Tokens in blocks in use."),
-    "utilisation": ("utilisation_ratio", "gauge", "Share of places in blocks in use with a token."),
-    "prompt_tokens": ("prompt_tokens_total", "counter", "Tokens of prompts."),
-    "new_tokens": ("new_tokens_total", "counter", "Tokens of outputs."),
-    "prefix_hit_rate": ("prefix_hit_ratio", "gauge", "Share of tokens looked up that were found."),
-    "missed_tokens": ("missed_tokens_total", "counter", "Tokens looked up and not found, by reason."),
-    "evicted_blocks": ("evicted_blocks_total", "counter", "Blocks given up for other tokens."),
-    "host_tokens": ("host_tokens_total", "counter", "Tokens back from the host."),
-    "disk_tokens": ("disk_tokens_total", "counter", "Of these, from a disk."),
-    "disk_blocks": ("disk_blocks", "gauge", "Blocks on the disk."),
-    "disk_errors": ("disk_errors_total", "counter", "Blocks not written or not read back, by reason."),
-    "late_compiles": ("late_compiles_total", "counter", "Kernels compiled while steps ran."),
-    "queue": ("queue_seconds", "histogram", "Seconds until a request first ran."),
-    "first_token": ("first_token_seconds", "histogram", "Seconds to the first token."),
-    "between_tokens": ("between_tokens_seconds", "histogram", "Seconds between tokens."),
-    "end_to_end": ("end_to_end_seconds", "histogram", "Seconds to a request's last token."),
-}
 
 
 def _samples(name: str, value: Any) -> Iterator[str]:
@@ -137,28 +121,18 @@ def measured(scheduler: Scheduler, stats: GeneratorStats) -> EngineMetrics:
     disk = None if scheduler.prefixes is None else scheduler.prefixes.host
     disk = disk if isinstance(disk, DiskTier) else None
     used, useful, prefixes = scheduler.pool.num_used, len(full) * size + tails, stats.prefix_cache
-    return EngineMetrics(
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        finished=dict(stats.finished),
-        preemptions=scheduler.preemptions,
-        swapped=scheduler.swapped,
-        num_blocks=scheduler.pool.num_usable,
-        blocks_used=used,
-        useful_tokens=useful,
-        utilisation=useful / (used * size) if used else 1.0,
-        prompt_tokens=stats.prompt_tokens,
-        new_tokens=stats.new_tokens,
-        prefix_hit_rate=prefixes.hit_tokens / max(prefixes.queried_tokens, 1),
-        missed_tokens=dict(prefixes.missed_tokens),
-        evicted_blocks=prefixes.evicted_blocks,
-        host_tokens=prefixes.host_tokens,
-        disk_tokens=prefixes.disk_tokens,
-        disk_blocks=0 if disk is None else disk.num_on_disk,
-        disk_errors={} if disk is None else dict(disk.errors),
-        late_compiles=stats.late_compiles,
-        queue=stats.queue.copy(),
-        first_token=stats.first_token.copy(),
-        between_tokens=stats.between_tokens.copy(),
-        end_to_end=stats.end_to_end.copy(),
-    )
+    counted, known = vars(prefixes) | vars(stats), {each.name for each in fields(EngineMetrics)}
+    own: dict[str, Any] = {
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "preemptions": scheduler.preemptions,
+        "swapped": scheduler.swapped,
+        "blocks_used": used,
+        "useful_tokens": useful,
+        "utilisation": useful / (used * size) if used else 1.0,
+        "prefix_hit_rate": prefixes.hit_tokens / max(prefixes.queried_tokens, 1),
+        "disk_blocks": 0 if disk is None else disk.num_on_disk,
+        "disk_errors": {} if disk is None else dict(disk.errors),
+    }
+    # the other ones are counters of these names, as they are now
+    return EngineMetrics(**{n: deepcopy(x) for n, x in counted.items() if n in known} | own)

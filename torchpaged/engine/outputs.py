@@ -53,10 +53,6 @@ class LatencyHistogram:
             below += count
         return BOUNDS[-1]
 
-    def copy(self) -> "LatencyHistogram":
-        """Another one that counts no further."""
-        return LatencyHistogram(list(self.counts), self.total, self.count)
-
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 #: Tokens that are decoded again and again for their neighbours' sake, about; and where these give no text.

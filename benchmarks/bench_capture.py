@@ -27,7 +27,7 @@ from documents import command_line, finish
 from measuring import conditions
 
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.decode_loop import DecodeLoop, decode_rows
 from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.sequence import Sequence
@@ -51,14 +51,7 @@ def memory(device: torch.device) -> tuple[int, int]:
 def measure_buckets(model: PagedModel, count: int, steps: int) -> dict[str, Any]:
     """Capture ``count`` buckets of 1, 2, 4 and multiples of 8 rows."""
     buckets = [1, 2, 4, *range(8, 8 * count, 8)][:count]
-    loop = DecodeLoop(
-        model,
-        max_batch_size=buckets[-1],
-        max_blocks_per_req=128,
-        steps_per_launch=steps,
-        buckets=buckets,
-        compile=False,
-    )
+    loop = DecodeLoop(model, decode_rows(model, buckets[-1], 128, steps), buckets=buckets, compile=False)
     largest = loop.rows.view(buckets[-1])
     with torch.inference_mode(), loop.rows.padding(buckets[-1]):
         model(*largest)  # kernels are loaded and the working memory of a step exists, with graphs or without
@@ -121,15 +114,9 @@ def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, 
         chunks_of(model, tokens, requests),
         max(8, requests),
     )
-    graphs = PrefillGraphs(
-        model,
-        [tokens],
-        max_batch_size=reqs,
-        max_blocks_per_req=-(-MAX_SEQ_LEN // BLOCK_SIZE),
-        required=True,
-        reason="measured",
-    )
-    python, replayed = PackedSteps(model), PackedSteps(model, graphs)
+    rows = decode_rows(model, reqs, -(-MAX_SEQ_LEN // BLOCK_SIZE))
+    graphs = PrefillGraphs(model, rows, [tokens], required=True, reason="measured")
+    python, replayed = PackedSteps(model, rows), PackedSteps(model, rows, graphs)
     result: dict[str, Any] = {"tokens": tokens, "requests": requests}
     for _ in range(3):
         want = python.prefill(chunks)

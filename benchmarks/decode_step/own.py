@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decode_step.gate import STEPS, Reference, verdict
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.decode_loop import DecodeLoop, decode_rows
 from torchpaged.engine.device import RowState, WholeStepRunner
 from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.sampling import SamplingParams
@@ -84,14 +84,8 @@ class OwnStep:
             input_ids, metadata, None
         )
         if variant.steps_per_launch:
-            self.loop = DecodeLoop(
-                model,
-                max_batch_size=most,
-                max_blocks_per_req=blocks_per_row,
-                steps_per_launch=self.steps,
-                buckets=batches,
-                compile=compile,
-            )
+            rows = decode_rows(model, most, blocks_per_row, self.steps)
+            self.loop = DecodeLoop(model, rows, buckets=batches, compile=compile)
             self.runner: WholeStepRunner | DecodeGraphRunner = self.loop.runner
         else:
             self.runner = self._host_runner = DecodeGraphRunner(

@@ -28,8 +28,7 @@ from torchpaged.custom_ops.step_end.reference import (
     philox,
     random_bits,
 )
-from torchpaged.engine import SamplingParams
-from torchpaged.engine.sampling import sample, seen_tokens
+from torchpaged.engine.device.request_state import token_bits
 
 REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
 ALL = SAMPLING_ROWS.values()
@@ -233,8 +232,9 @@ def test_repetition_penalty_equals_transformers() -> None:
     logits[0, 5], logits[1, 6] = 0.0, float("-inf")
     ids = torch.randint(0, 77, (4, 30), generator=generator)
     ids[0, 0], ids[1, 0], ids[2, 0], ids[3, 0] = 5, 6, 31, 76
+    seen = torch.stack([token_bits(row, 3) for row in ids.tolist()])
     for penalty in (1.3, 0.8, 1.0):
-        got = penalised_logits(logits, torch.full((4,), penalty), seen_tokens(ids.tolist(), 77))
+        got = penalised_logits(logits, torch.full((4,), penalty), seen)
         assert torch.equal(got, process(penalty)(ids, logits.clone()))
 
 
@@ -475,30 +475,7 @@ def test_opcheck(op: str, inputs: dict[str, Any]) -> None:
     torch.library.opcheck(getattr(BACKEND_OPS["default"], op), (), inputs)
 
 
-def test_engine_sample() -> None:
-    """`sample` fills the op's arguments; without penalties ``seen`` may be left out."""
-    inputs = make_sampling_inputs(
-        [{"top_p": 0.9}, {"temperature": 0.0}, {"min_p": 0.1, "repetition_penalty": 1.5}], vocab_size=77
-    )
-    history = [[1, 2, 3], [4], [5, 5, 76]]
-    inputs["seen"] = seen_tokens(history, 77)
-    DEFAULT.sample_tokens(**inputs)
-    params = [
-        SamplingParams(temperature=1.0, top_p=0.9),
-        SamplingParams(top_k=2**31 - 1),
-        SamplingParams(temperature=1.0, min_p=0.1, repetition_penalty=1.5),
-    ]
-    seeds, counters = inputs["seeds"].tolist(), inputs["counters"].tolist()
-    got = sample(inputs["logits"], params, seeds, counters, seen_tokens(history, 77), ops=REFERENCE)
-    assert torch.equal(got, inputs["out"])
-    assert torch.equal(
-        sample(inputs["logits"][:2], params[:2], seeds[:2], counters[:2], ops=REFERENCE), inputs["out"][:2]
-    )
-    with pytest.raises(ArgumentError, match="seen"):
-        sample(inputs["logits"], params, seeds, counters, ops=REFERENCE)
-
-
-def test_seen_tokens() -> None:
-    seen = seen_tokens([[0, 31, 31, 32], [], [64]], 65)
-    assert seen.dtype == torch.int32
-    assert seen.tolist() == [[1 - 2**31, 1, 0], [0, 0, 0], [0, 0, 1]]
+def test_token_bits() -> None:
+    seen = [token_bits(tokens, 3) for tokens in ([0, 31, 31, 32], [], [64])]
+    assert seen[0].dtype == torch.int32
+    assert [row.tolist() for row in seen] == [[1 - 2**31, 1, 0], [0, 0, 0], [0, 0, 1]]

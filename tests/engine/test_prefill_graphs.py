@@ -72,7 +72,7 @@ def test_a_graph_takes_all_requests_that_run_at_once(model: Any) -> None:
     ]
     g = generator(model, max_batch_size=10, buckets=[10], capture=TapeCapture(), backend="reference")
     assert [o.token_ids for o in g.generate(prompts, params)] == want
-    runner = g.prefill_runner
+    *_, runner = g.prefill_runners
     assert runner is not None
     assert runner.histogram() == {15: 1}  # five of one token decode, beside five prompts of two
     assert [runner.view(bucket)[1].num_reqs for bucket in runner.buckets] == [8, 10, 10]
@@ -233,9 +233,9 @@ def test_a_model_whose_prefill_can_not_be_captured(
 
     monkeypatch.setattr("torchpaged.engine.decisions.decide_prefill_buckets", on_a_gpu)
     g = Generator(paged, **options)
-    assert (g.prefill_runner is None) == ahead
+    assert (not g.prefill_runners) == ahead
     assert g.generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids == want
-    assert g.prefill_runner is None
+    assert not g.prefill_runners
     assert "automatic: bucket" in g.prefill_graph_reason
     assert "at aten" in g.prefill_graph_reason
 

@@ -167,7 +167,7 @@ def test_kernels_are_gathered_until_no_step_has_another(
 
     monkeypatch.setattr(PagedModel, "__call__", call)
     counts = {form.num_reqs for form in (forms[::4] if stored else forms)}
-    assert warm_up.WarmUp(generator.model, generator.loop, forms).gather((), None) == 2 * len(counts)
+    assert warm_up.WarmUp(generator.model, generator._rows, forms).gather((), None) == 2 * len(counts)
     assert len(ran) < (len(forms) if stored else 3 * len(forms) + 4), (
         "only steps that have found something run again"
     )

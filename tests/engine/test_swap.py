@@ -12,7 +12,6 @@ from engine_requests import tokens_of
 from torchpaged import ArgumentError
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.batch_steps import Lost
 from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.sequence import Sequence
 
@@ -137,7 +136,7 @@ def test_what_is_on_its_way_to_a_request_that_ends_in_a_reset_is_waited_for(mode
         generator.step()
         arriving = [s for s in generator.scheduler.running if s.arrival is not None and s.num_output]
     arriving[0].stream = TextStream(Broken())
-    generator._stepper._steps.lost = Lost.ROWS
+    generator._stepper._is_at_work = True
     generator._stepper.reset()
     assert (arriving[0].finish_reason, arriving[0].arrival) == ("error", None)
     while generator.has_unfinished:

@@ -57,7 +57,7 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, options: dict[str, A
     generator = make(model, **options)
     got = generator.generate(prompts, params)
     assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
-    reports = generator.prefill_runner.report()
+    reports = generator.prefill_runners[-1].report()
     assert sum(r.hits > 0 for r in reports) > 1
     assert sum(r.padded_rows for r in reports) > 0
     assert generator.stats.preemptions > 0 or "num_blocks" not in options
@@ -73,7 +73,7 @@ def test_admission_while_decoding_waits_for_nothing(model: Any) -> None:
         generator.submit(*draw(rng, index))
     for _ in generator.stream():
         pass
-    hits = [r.hits for r in generator.prefill_runner.report()]
+    hits = [r.hits for r in generator.prefill_runners[-1].report()]
     torch.cuda.set_sync_debug_mode("error")
     try:
         generator.submit([5, 6, 7], SamplingParams(max_new_tokens=1000, ignore_eos=True))
@@ -84,7 +84,9 @@ def test_admission_while_decoding_waits_for_nothing(model: Any) -> None:
             generator.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(r.hits > before for r, before in zip(generator.prefill_runner.report(), hits, strict=True))
+    assert all(
+        r.hits > before for r, before in zip(generator.prefill_runners[-1].report(), hits, strict=True)
+    )
 
 
 def test_the_last_part_of_a_shared_prompt_is_a_step_of_one_request(model: Any) -> None:
@@ -186,7 +188,7 @@ def test_a_prefill_that_can_not_be_captured_leaves_the_decodes_alone(model: Any,
     generator = Generator(paged, **options, capture_ahead=ahead)
     assert [o.token_ids for o in generator.generate(prompts, params)] == want
     assert torch.cuda.current_stream() == stream, "torch.cuda.graph leaves its own behind after a failure"
-    assert generator.prefill_runner is None
+    assert not generator.prefill_runners
     assert "could not be captured at aten" in generator.prefill_graph_reason
     assert all(r.captured for r in generator.runner.report() if r.hits)
     assert any(r.hits for r in generator.runner.report())

@@ -21,8 +21,6 @@ from torchpaged.custom_ops.step_end.triton.sample_noise import (
     gumbel_noise,
 )
 from torchpaged.custom_ops.step_end.triton.sample_tokens import sample_tiles
-from torchpaged.engine import SamplingParams
-from torchpaged.engine.sampling import sample, seen_tokens
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
@@ -117,16 +115,9 @@ def test_nothing_synchronises() -> None:
     )
     TRITON.sample_tokens(**inputs)
     TRITON.accept_tokens(**accept)
-    params = [SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.1)] * len(ALL)
-    seen = seen_tokens([[1, 2, 3]] * len(ALL), 1000)
     torch.cuda.set_sync_debug_mode("error")
     try:
         TRITON.sample_tokens(**inputs)
         TRITON.accept_tokens(**accept)
-        tokens = sample(
-            inputs["logits"], params, [5] * len(ALL), [0] * len(ALL), seen, ops=BACKEND_OPS["default"]
-        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert tokens.device.type == "cuda"
-    assert tokens.shape == (len(ALL),)

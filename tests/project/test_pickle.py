@@ -142,7 +142,7 @@ def bound_things(model: Any) -> dict[str, Any]:
     return {
         "DecodeGraphRunner": plain,
         "BucketedGraphs": BucketedGraphs(plain.buffers, lambda bucket: abs, buckets=[2], device="cpu"),
-        "PackedGraphRunner": generator.prefill_runner,
+        "PackedGraphRunner": generator.prefill_runners[-1],
         "WholeStepRunner": generator.runner,
         "PrefixGraphs": generator.runner.prefix_graphs,
         "DecodeLoop": generator.loop,

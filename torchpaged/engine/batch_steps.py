@@ -6,7 +6,6 @@ before. Without, it decodes and prefills in one pass, samples and reads. Tokens 
 """
 
 import time
-from enum import Enum
 from functools import partial
 
 import torch
@@ -20,14 +19,6 @@ from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.step_times import StepTimes
 from torchpaged.profiling import range as profile_range
-
-
-class Lost(Enum):
-    """What a step loses if it breaks off where it is."""
-
-    NOTHING = "no step runs"
-    ROWS = "the rows on the device and the tokens in flight: it is in a launch or forward"
-    BLOCKS = "these, and keys and values: the books of requests and their blocks may be half written"
 
 
 class BatchSteps:
@@ -44,7 +35,6 @@ class BatchSteps:
         mixes: decodes and chunks run in one pass.
 
     Attributes:
-        lost: what is lost if the step breaks off now.
         plan: of the last step; None: it did not come so far.
         times: how long steps take.
     """
@@ -63,7 +53,6 @@ class BatchSteps:
         self._scheduler, self._loop, self._watch = scheduler, loop, watch
         self._stats, self._mixes = stats, mixes
         self._packed, self._acceptor, self._launches_return_at_once = packed, acceptor, on_gpu
-        self.lost = Lost.NOTHING
         self.plan: Schedule | None = None
         self._plan_before: Schedule | None = None  # the one before, until the device has work
         self.times = StepTimes(stats, scheduler.budget, on_gpu and loop is not None)
@@ -113,13 +102,10 @@ class BatchSteps:
                 loop.place(sequence)
         decoding, started = [], False
         if plan.chunks:
-            self.lost = Lost.ROWS
             decoding = loop.decoding() if self._mixes else []
             started = self._prefill(loop, plan, decoding)
-            self.lost = Lost.BLOCKS
         self._watch.in_step()
         between = time.perf_counter()
-        self.lost = Lost.ROWS
         # A request that has just begun to decode does so in the pass over the next chunks, if there are any.
         if not decoding and not (started and self._mixes and self._scheduler.prefills_left):
             started = self._start(loop)
@@ -134,11 +120,9 @@ class BatchSteps:
             self._watch.in_step(in_python=True)
         logits = self._packed.prefill(plan.chunks, decoding)
         self._stats.add_pass(bool(decoding))
-        self.lost = Lost.BLOCKS
         for sequence, count in plan.chunks:
             sequence.num_computed += count
             self._scheduler.blocks.computed(sequence)
-        self.lost = Lost.ROWS
         if decoding or done:
             loop.finish_packed([*decoding, *done], logits, self._packed.end)
         return bool(decoding or done)
@@ -149,9 +133,7 @@ class BatchSteps:
         return started
 
     def _collect(self, loop: DecodeLoop, keep: int) -> None:
-        self.lost = Lost.ROWS
         results = loop.launches.collect(keep)
-        self.lost = Lost.BLOCKS
         for sequence, tokens, logprobs in results:
             for index, token in enumerate(tokens):
                 # What a row produced after a stop that only the host could see is dropped.
@@ -162,7 +144,6 @@ class BatchSteps:
     def _advance(self, plan: Schedule) -> float | None:
         """Decode, prefill, sample and read: a step without graphs; returns as `_launch` does."""
         logits, drawn, started = [], [], time.perf_counter()
-        self.lost = Lost.ROWS
         rows = [*plan.decodes, *(sequence for sequence, count in plan.chunks if count == sequence.remaining)]
         mixed = plan.decodes if self._mixes and plan.chunks else []
         if plan.decodes and not mixed:
@@ -174,7 +155,6 @@ class BatchSteps:
             self._stats.add_pass(bool(mixed))
         if rows:
             drawn = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
-        self.lost = Lost.BLOCKS
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:

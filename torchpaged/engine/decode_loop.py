@@ -32,15 +32,40 @@ from torchpaged.profiling import range as profile_range
 MAX_IN_FLIGHT = 4
 
 
+def decode_rows(
+    model: PagedModelProtocol,
+    max_batch_size: int,
+    max_blocks_per_req: int,
+    steps_per_launch: int = 1,
+    stage: LogitsStage | None = None,
+) -> DecodeRows:
+    """Rows for requests of ``model``: so many, of so many blocks at most.
+
+    Args:
+        steps_per_launch: decode steps per launch.
+        stage: what is done to logits in front of sampling; None: nothing.
+    """
+    rings = getattr(model, "rings", None)
+    return DecodeRows(
+        max_batch_size,
+        max_blocks_per_req,
+        model.kv_cache.block_size,
+        model.vocab_size,
+        torch.device(model.device),
+        model.session.ops,
+        steps_per_launch,
+        MAX_IN_FLIGHT,
+        stage,
+        None if rings is None else rings.slots_of,
+    )
+
+
 class DecodeLoop(NotCopied):
-    """Rows, graphs and launches of one model.
+    """Graphs and launches of one model over its rows.
 
     Args:
         model: the paged model.
-        max_batch_size: rows.
-        max_blocks_per_req: blocks of a row at most.
-        steps_per_launch: K, decode steps per launch.
-        stage: what is done to logits in front of sampling; None: nothing.
+        rows: of `decode_rows`.
         options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture``,
             ``prefixes`` ...).
 
@@ -53,39 +78,17 @@ class DecodeLoop(NotCopied):
             and most launches can do without.
     """
 
-    def __init__(
-        self,
-        model: PagedModelProtocol,
-        *,
-        max_batch_size: int,
-        max_blocks_per_req: int,
-        steps_per_launch: int,
-        stage: LogitsStage | None = None,
-        **options: Any,
-    ) -> None:
-        device, block_size = torch.device(model.device), model.kv_cache.block_size
-        rings = getattr(model, "rings", None)
-        self.rows = DecodeRows(
-            max_batch_size,
-            max_blocks_per_req,
-            block_size,
-            model.vocab_size,
-            device,
-            model.session.ops,
-            steps_per_launch,
-            MAX_IN_FLIGHT,
-            stage,
-            None if rings is None else rings.slots_of,
-        )
+    def __init__(self, model: PagedModelProtocol, rows: DecodeRows, **options: Any) -> None:
+        self.rows, self.steps_per_launch = rows, rows.steps_per_launch
         self.runner = WholeStepRunner(
             lambda input_ids, metadata: model(input_ids, metadata, None),
-            self.rows,
+            rows,
             ranges=profile_range,
             session=model.session,
             **options,
         )
-        self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
-        self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
+        self._eos_token_ids = model.eos_token_ids
+        self._sequences: list[Sequence | None] = [None] * rows.max_batch_size  # by row
         self._busy_rows: list[Sequence] | None = None
         self._has_idle_rows = False  # since rows were last moved together
         self.blocks_added = False
@@ -103,7 +106,7 @@ class DecodeLoop(NotCopied):
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
         sequence.has_room_until = -1
         self._busy_rows = None
-        self._to_write[row] = self._state(sequence)
+        self._to_write[row] = row_state(sequence, self._eos_token_ids)
 
     def release(self, sequence: Sequence) -> None:
         """Take ``sequence`` out of its row. What it has in flight is ignored later."""
@@ -253,24 +256,26 @@ class DecodeLoop(NotCopied):
         self._busy_rows = None
         self.rows.move(pairs)
 
-    def _state(self, sequence: Sequence) -> RowState:
-        params = sequence.sampling
-        return RowState(
-            input_id=sequence.tokens[-1],
-            seq_len=len(sequence.tokens),
-            blocks=sequence.blocks,
-            seed=sequence.seed,
-            counter=sequence.num_output,
-            remaining=sequence.max_len - len(sequence.tokens),
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            stop_token_ids=params.end_token_ids(self._eos_token_ids),
-            seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
-            logits_words=sequence.logits_words,
-        )
+
+def row_state(sequence: Sequence, eos_token_ids: Seq[int]) -> RowState:
+    """What a request brings into its row, of a model with these ends of its own."""
+    params = sequence.sampling
+    return RowState(
+        input_id=sequence.tokens[-1],
+        seq_len=len(sequence.tokens),
+        blocks=sequence.blocks,
+        seed=sequence.seed,
+        counter=sequence.num_output,
+        remaining=sequence.max_len - len(sequence.tokens),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        stop_token_ids=params.end_token_ids(eos_token_ids),
+        seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
+        logits_words=sequence.logits_words,
+    )
 
 
 def _row(sequence: Sequence) -> int:

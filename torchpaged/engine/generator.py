@@ -25,9 +25,9 @@ from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.engine.calls import Calls
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
-from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.decode_loop import DecodeLoop, decode_rows
 from torchpaged.engine.kept_prefixes import KeptPrefixes, make_prefix_cache
-from torchpaged.engine.lifecycle import Lifecycle, Reasons
+from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.options import GeneratorOptions, taking
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 
-class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
+class Generator(KeptPrefixes, RequestCalls, Lifecycle):
     """Continuous batching over one model.
 
     Args:
@@ -176,7 +176,9 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         choice: which backend runs and why.
         loop: the decode loop over the device's rows; None without graphs.
         graph_reason, compile_reason: why there are graphs or not, and whether decode steps are compiled.
+        mixed_reason: whether decodes and chunks of prompts run in one pass, and why.
         cascade_reason: whether shared prefixes may be read once, and why.
+        prefix_cache_reason: whether blocks are kept for requests to come, and why.
         prefix_cache: the `torchpaged.cache.PrefixCache` by which requests share; None: they do not.
         fusion_report: what `torchpaged.hf.fuse` did to the model; None if it is not fused.
         start_report: what the start took, and whether it was warmed up: a `StartReport`.
@@ -206,6 +208,8 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         self._decided = decided = decide(options, self.model, self.max_seq_len)
+        self.graph_reason, self.compile_reason = decided.graph_reason, decided.compile_reason
+        self.mixed_reason, self.prefix_cache_reason = decided.mixed_reason, decided.keep_reason
         watch = ModelWatch(getattr(self.model, "model", self.model), decided.graphs, decided.shares)
         cache = self.model.kv_cache
         columns = -(-self.max_seq_len // cache.block_size)
@@ -219,17 +223,17 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         self.prefix_cache: PrefixCache | None = make_prefix_cache(
             self.pool, options, decided, cache, self.max_seq_len, rings
         )
-        self._stage = options.logits_stage
+        self._rows = decode_rows(
+            self.model, options.max_batch_size, columns, options.steps_per_launch, options.logits_stage
+        )
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:
             self.loop, self._prefill_graphs = make_step_graphs(
-                self.model, options, decided, columns, prefixes, self._stage
+                self.model, self._rows, options, decided, prefixes
             )
         graphs = self.loop, self._prefill_graphs
-        self.start_report: StartReport = start(
-            self.model, options, decided, *graphs, max_blocks_per_req=columns, clock=clock
-        )
+        self.start_report: StartReport = start(self.model, self._rows, options, decided, *graphs, clock)
         wait = options.max_decode_wait
         self.scheduler = Scheduler(
             self.pool,
@@ -252,10 +256,10 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             self.scheduler,
             self.loop,
             watch,
+            self._rows,
             self._prefill_graphs,
             prefixes,
             decided.mixes,
-            self._stage,
         )
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
@@ -270,7 +274,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             if self.prefix_cache is not None and self.prefix_cache.host is not None:
                 self.prefix_cache.host.close()
             self.loop = self._prefill_graphs = self.prefix_cache = None
-            del self.model, self.scheduler, self._stepper
+            del self.model, self.scheduler, self._stepper, self._rows
             self._give_back()
 
     def __repr__(self) -> str:

@@ -80,18 +80,12 @@ class KeptPrefixes:
     """What `Generator` has of it."""
 
     model: PagedModelProtocol
-    loop: Any
     tokenizer: Any
     prefix_cache: PrefixCache | None
+    prefix_cache_reason: str
     _calls: Calls
-    _decided: Decisions
     _requests: dict[int, Sequence]
     _stepper: Stepper
-
-    @property
-    def prefix_cache_reason(self) -> str:
-        """Whether blocks are kept for requests to come, and why."""
-        return self._decided.keep_reason
 
     def reset_prefix_cache(self) -> None:
         """Forget what is known of earlier requests; those that run keep their blocks. For changes of the

@@ -1,5 +1,4 @@
-"""What a `Generator` decided at its start; and from the start of its background loop to its end what does not
-concern single requests."""
+"""What a `Generator` has besides single requests, from the start of its background loop to its end."""
 
 import contextlib
 import gc
@@ -25,12 +24,16 @@ from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.graphs import PackedGraphRunner
 
 
-class Reasons:
+class Lifecycle(NotCopied):
     """What `Generator` has of it."""
 
-    loop: DecodeLoop | None
+    _calls: Calls
     _decided: Decisions
     _prefill_graphs: PrefillGraphs | None
+    device: torch.device
+    loop: DecodeLoop | None
+    scheduler: Scheduler
+    stats: GeneratorStats
 
     @property
     def runner(self) -> WholeStepRunner | None:
@@ -38,43 +41,14 @@ class Reasons:
         return None if self.loop is None else self.loop.runner
 
     @property
-    def prefill_runner(self) -> PackedGraphRunner | None:
-        """The graph runner of prefills of any requests; None without."""
-        return next(reversed(self.prefill_runners), None)
-
-    @property
     def prefill_runners(self) -> list[PackedGraphRunner]:
-        """Its like, too, for steps of one request with few tokens, which comes first; none without."""
+        """The graph runners of prefills: first that of one request with few tokens; none without."""
         return [] if self._prefill_graphs is None else self._prefill_graphs.runners
-
-    @property
-    def graph_reason(self) -> str:
-        """Why decode steps have graphs or not."""
-        return self._decided.graph_reason
-
-    @property
-    def compile_reason(self) -> str:
-        """Whether decode steps are compiled, and why."""
-        return self._decided.compile_reason
-
-    @property
-    def mixed_reason(self) -> str:
-        """Whether decodes and chunks of prompts run in one pass, and why."""
-        return self._decided.mixed_reason
 
     @property
     def prefill_graph_reason(self) -> str:
         """Why prefills have graphs or not."""
         return self._decided.prefill_reason if self._prefill_graphs is None else self._prefill_graphs.reason
-
-
-class Lifecycle(NotCopied):
-    """What `Generator` has of it."""
-
-    _calls: Calls
-    device: torch.device
-    scheduler: Scheduler
-    stats: GeneratorStats
 
     def start(self) -> Self:
         """Let a thread of its own make the steps, until `close`; nothing if one does.

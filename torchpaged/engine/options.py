@@ -222,11 +222,6 @@ class GeneratorOptions:
         return max(chunk, rows if self.mixed_steps is False else -(-chunk // 2) + rows)
 
     @property
-    def processes_logits(self) -> bool:
-        """Whether tokens are drawn from other logits than the model's."""
-        return self.logits_processor is not None or self.max_logit_bias > 0
-
-    @property
     def logits_stage(self) -> LogitsStage:
         """A new one, of what was asked for."""
         return LogitsStage(self.logits_processor, self.max_extra_args, self.max_logit_bias, self.max_logprobs)

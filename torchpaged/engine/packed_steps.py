@@ -1,7 +1,7 @@
 """PackedSteps: batches of tokens built from host lists, and the model run over them: every chunk of a prompt,
 with decodes in front of them or without, and decodes without graphs.
 
-    steps = PackedSteps(model)
+    steps = PackedSteps(model, rows)
     logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
     logits = steps.prefill([(sequence, 512)], decodes)
     logits = steps.decode(sequences)
@@ -18,11 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchpaged.engine.device import DecodeRows, LogitsStage, TokenLogprobs
-from torchpaged.engine.device.logits_stage import as_sampled
+from torchpaged.engine.decode_loop import row_state
+from torchpaged.engine.device import DecodeRows, TokenLogprobs
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.one_request import OneRequestGraphs
-from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.graphs.capture import Captured
@@ -38,10 +37,10 @@ class PackedSteps:
 
     Args:
         model: the paged model.
+        rows: in which tokens are drawn.
         graphs: of its prefills; None: all are launched from Python.
         prefixes: what finds the groups of `decode`; None: requests are read one by one.
-        rows: where decodes of `prefill` have their newest tokens; None: the host knows them.
-        stage: what `sample` does to logits in front of sampling; None: nothing.
+        from_rows: decodes of `prefill` have their newest tokens in ``rows``; False: the host knows them.
 
     Attributes:
         end: the graph that draws a token for row 0 from what `prefill` gave last; None: there is none.
@@ -50,14 +49,13 @@ class PackedSteps:
     def __init__(
         self,
         model: PagedModelProtocol,
+        rows: DecodeRows,
         graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
-        rows: DecodeRows | None = None,
-        stage: LogitsStage | None = None,
+        from_rows: bool = False,
     ) -> None:
         self._model, self._device, self._graphs = model, torch.device(model.device), graphs
-        self._prefixes, self._rows = prefixes, rows
-        self._stage = LogitsStage() if stage is None else stage
+        self._prefixes, self._rows, self._from_rows = prefixes, rows, from_rows
         self.end: Captured | None = None
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
@@ -81,7 +79,7 @@ class PackedSteps:
         num_tokens = len(decodes) + sum(count for _, count in chunks)
         said = {"batch": len(decodes) + len(chunks), "tokens": num_tokens}
         said |= {"decodes": len(decodes)} if decodes else {}
-        fill = None if self._rows is None or not decodes else partial(self._fill, decodes, self._rows)
+        fill = partial(self._fill, decodes) if self._from_rows and decodes else None
         found = None if self._graphs is None else self._graphs.runner_for(said["batch"], num_tokens)
         self.end = None
         if found is not None:
@@ -93,7 +91,7 @@ class PackedSteps:
                 return runner.run_known(PackedBatch(*lists, filled=filled), fill)
         ids, query_lens, seq_lens, tables, ends = self._lists(chunks, decodes)
         with profile_range("prefill", **said):
-            width = None if self._rows is None or fill is None else self._rows.max_blocks_per_req
+            width = None if fill is None else self._rows.max_blocks_per_req
             input_ids, metadata = self._longs(ids), self._metadata(query_lens, seq_lens, tables, width)
             if fill is not None:
                 fill(input_ids, metadata)
@@ -125,46 +123,30 @@ class PackedSteps:
         by `_fill`: then this gives the last block alone, as if it were the first, since the lists of a
         large batch would cost the host more than the rest."""
         ids, lens = array("q", [s.tokens[-1] for s in decodes]), [len(s.tokens) for s in decodes]
-        if self._rows is None:
+        if not self._from_rows:
             return ids, lens, [s.blocks for s in decodes]
         size = self._model.kv_cache.block_size
         last = [[s.blocks[(n - 1) // size]] for s, n in zip(decodes, lens, strict=True)]
         return ids, [(n - 1) % size + 1 for n in lens], last
 
-    @staticmethod
-    def _fill(
-        decodes: Seq[Sequence], rows: DecodeRows, input_ids: Tensor, metadata: AttentionMetadata
-    ) -> None:
-        rows.copy_to([s.row for s in decodes if s.row is not None], input_ids, metadata)
+    def _fill(self, decodes: Seq[Sequence], input_ids: Tensor, metadata: AttentionMetadata) -> None:
+        self._rows.copy_to([s.row for s in decodes if s.row is not None], input_ids, metadata)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[tuple[int, dict[int, float] | None]]:
         """The next token of each sequence from ``logits [len(sequences), vocab_size]``, and its log
         probabilities where they are wanted."""
+        rows, params = self._rows, [sequence.sampling for sequence in sequences]
         with profile_range("sample", batch=len(sequences)):
-            params = [sequence.sampling for sequence in sequences]
-            penalised = any(p.repetition_penalty != 1.0 for p in params)
-            seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
-            seeds, counters = [s.seed for s in sequences], [s.num_output for s in sequences]
-            processed = self._processed(logits, sequences, counters)
-            tokens = sample(processed, params, seeds, counters, seen, ops=self._model.session.ops)
+            rows.write({n: row_state(s, self._model.eos_token_ids) for n, s in enumerate(sequences)})
+            tokens = rows.finish_rows(logits, range(len(sequences)))
             numbers: list[int] = tokens.tolist()
             if all(p.logprobs is None for p in params):
                 return [(token, None) for token in numbers]
-            told = TokenLogprobs(self._stage.logprobs(logits, tokens).cpu())
+            told = TokenLogprobs(rows.stage.logprobs(logits, tokens).cpu())
             return [
                 (token, None if p.logprobs is None else told.of(index, p.logprobs))
                 for index, (token, p) in enumerate(zip(numbers, params, strict=True))
             ]
-
-    def _processed(self, logits: Tensor, sequences: list[Sequence], counters: list[int]) -> Tensor:
-        """The logits to sample from."""
-        if not self._stage.processes:
-            return as_sampled(logits)
-        words = to_device([word for s in sequences for word in s.logits_words], torch.int32, self._device)
-        newest = [s.tokens[-1] for s in sequences]
-        seq_lens = to_device([len(s.tokens) for s in sequences], torch.int32, self._device)
-        words = words.view(len(sequences), self._stage.num_words)
-        return self._stage.process(logits, words, self._longs(counters), self._longs(newest), seq_lens)
 
     def _longs(self, numbers: Seq[int]) -> Tensor:
         return to_device(numbers, torch.int64, self._device)

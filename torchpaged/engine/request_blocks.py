@@ -38,11 +38,6 @@ class RequestBlocks:
         self.pool, self.block_size, self.prefixes, self.preemption = pool, block_size, prefixes, preemption
         self._rings, self._resets = rings, -1
 
-    @property
-    def has_rings(self) -> bool:
-        """Whether requests have rings besides their blocks."""
-        return self._rings is not None
-
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """No sequence holds blocks any more; ``sequences`` are all that may have."""
         for sequence in sequences:

@@ -8,8 +8,7 @@ from typing import Any
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.calls import Calls
-from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import LogitsStage
+from torchpaged.engine.device import DecodeRows
 from torchpaged.engine.hand_out import HandOut
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.model_watch import ModelWatch
@@ -25,7 +24,6 @@ from torchpaged.engine.stepper import Stepper
 class RequestCalls:
     """What `Generator` has of it."""
 
-    loop: DecodeLoop | None
     max_seq_len: int
     model: PagedModelProtocol
     pool: BlockPool
@@ -35,7 +33,7 @@ class RequestCalls:
     _longest_text: int | None
     _next_id: int
     _requests: dict[int, Sequence]
-    _stage: LogitsStage
+    _rows: DecodeRows
     _stepper: Stepper
 
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
@@ -217,7 +215,7 @@ class RequestCalls:
             raise ArgumentError("n", "1 for a request", str(params.n), fix)
         ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size, bool(params.stop))
         params.check_vocabulary(self.model.vocab_size)
-        words = logits_words(self._stage, params, self.model.eos_token_ids, self.model.vocab_size)
+        words = logits_words(self._rows.stage, params, self.model.eos_token_ids, self.model.vocab_size)
         room = self._room
         if len(ids) >= room:
             raise ArgumentError(

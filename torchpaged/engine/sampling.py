@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, and drawing tokens for a batch of them with the op ``sample_tokens``.
+"""Sampling parameters of a request.
 
 Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, preemption and recomputation
 never change it.
@@ -9,14 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import repr_of_fields
-from torchpaged.engine.device.request_state import token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
-from torchpaged.metadata.host import to_device
 
 # The device has float32.
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -173,76 +169,3 @@ class SamplingParams:
     def end_token_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
         """The tokens that end a request of a model with these ends of its own."""
         return [*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)]
-
-
-def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-    """The bit masks that a repetition penalty reads, on the CPU.
-
-    Args:
-        tokens: of each row, prompt and output.
-        vocab_size: tokens of the vocabulary.
-
-    Returns:
-        ``[num_rows, ceil(vocab_size / 32)]`` int32; bit ``v % 32`` of word ``v // 32`` says that token ``v``
-        occurred.
-    """
-    return torch.stack([token_bits(occurred, -(-vocab_size // 32)) for occurred in tokens])
-
-
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    counters: Sequence[int],
-    seen: Tensor | None = None,
-    *,
-    ops: BackendOps,
-) -> Tensor:
-    """One token per row.
-
-    Args:
-        logits: ``[num_rows, vocab_size]`` float32, bfloat16 or float16.
-        params: of each row.
-        seeds: of each row's request, signed 64-bit integers.
-        counters: tokens that the request has drawn before.
-        seen: as from `seen_tokens`, on any device; needed where some row has a repetition penalty.
-        ops: whose ``sample_tokens`` draws.
-
-    Returns:
-        ``[num_rows]`` int64 on the logits' device.
-
-    Raises:
-        ArgumentError: a repetition penalty without ``seen``, or what the op refuses.
-    """
-    device = logits.device
-
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return to_device(values, dtype, device)
-
-    penalties = [p.repetition_penalty for p in params]
-    if seen is None:
-        if any(penalty != 1.0 for penalty in penalties):
-            raise ArgumentError(
-                "seen",
-                "a mask of seen tokens, since a row has a repetition penalty",
-                "None",
-                "build it with seen_tokens",
-            )
-        unread = torch.zeros(1, -(-logits.shape[1] // 32), dtype=torch.int32, device=device)
-        seen = unread.expand(len(params), -1)
-    elif device.type == "cuda" and seen.device.type == "cpu":
-        seen = seen.pin_memory()
-    out = torch.empty(len(params), dtype=torch.int64, device=device)
-    ops.sample_tokens(
-        logits,
-        column([p.temperature for p in params], torch.float32),
-        column([min(p.top_k, logits.shape[1]) for p in params], torch.int32),
-        column([p.top_p for p in params], torch.float32),
-        column([p.min_p for p in params], torch.float32),
-        column(penalties, torch.float32),
-        seen.to(device, non_blocking=True),
-        column(seeds, torch.int64),
-        column(counters, torch.int64),
-        out,
-    )
-    return out

@@ -1,7 +1,7 @@
 """The start of a Generator behind its model: kernels compiled side by side, graphs captured, every other kind
 of step run once; StartReport: what it was spent on, and what was compiled too late for it.
 
-    report = start(model, options, decided, loop, prefill_graphs, max_blocks_per_req=132, clock=clock)"""
+    report = start(model, rows, options, decided, loop, prefill_graphs, clock)"""
 
 import contextlib
 import gc
@@ -16,6 +16,7 @@ from torchpaged.custom_ops import compiles
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.device import DecodeRows
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.options import GeneratorOptions
 from torchpaged.engine.outputs import GeneratorStats
@@ -156,21 +157,19 @@ class LateCompiles:
 
 def start(
     model: PagedModelProtocol,
+    rows: DecodeRows,
     options: GeneratorOptions,
     decided: Decisions,
     loop: DecodeLoop | None,
     prefill_graphs: PrefillGraphs | None,
-    *,
-    max_blocks_per_req: int,
     clock: StartClock,
 ) -> StartReport:
     """Do at once what ``decided`` says; returns what it took, with the phases that ``clock`` has already.
 
     Args:
         model: the paged model; none of its requests runs.
-        options, decided: of the engine.
+        rows, options, decided: of the engine.
         loop, prefill_graphs: of its steps; None where there are none.
-        max_blocks_per_req: columns of the block table.
         clock: of the start.
 
     Raises:
@@ -178,22 +177,21 @@ def start(
         Exception: what a step raised, with ``warm_up=True``; "auto" logs it and goes on.
     """
     device, progress = torch.device(model.device), options.progress
-
-    on_gpu = device.type == "cuda"
+    on_gpu, columns, block_size = device.type == "cuda", rows.max_blocks_per_req, rows.block_size
 
     def steps() -> WarmUp:
         runners = prefill_graphs.runners if prefill_graphs is not None and decided.ahead else []
         forms = step_forms(
             options.max_batch_size,
-            min(options.step_tokens, options.max_batch_size * max_blocks_per_req * model.kv_cache.block_size),
-            max_blocks_per_req,
-            model.kv_cache.block_size,
+            min(options.step_tokens, options.max_batch_size * columns * block_size),
+            columns,
+            block_size,
             captured=runners[-1].buckets[-1] if runners else 0,
             decodes=loop is None or not decided.ahead,
             one_prompt=options.batch_invariant,
             num_sms=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0,
         )
-        return WarmUp(model, loop, forms, float32=options.processes_logits)
+        return WarmUp(model, rows, forms)
 
     if decided.warm_up and on_gpu:
         with clock.phase("kernels") as phase:

@@ -1,6 +1,6 @@
 """What an engine captures: launches of decode steps, and prefills in the same memory.
 
-loop, prefill_graphs = make_step_graphs(model, options, decided, max_blocks_per_req=128)
+loop, prefill_graphs = make_step_graphs(model, rows, options, decided)
 """
 
 from collections.abc import Sequence as Seq
@@ -11,7 +11,7 @@ import torch
 from torchpaged.custom_ops.errors import CaptureError
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import DecodeRows, LogitsStage
+from torchpaged.engine.device import DecodeRows
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.one_request import OneRequestGraphs
 from torchpaged.engine.options import GeneratorOptions
@@ -30,8 +30,7 @@ MOST_ALONE = 256
 class PrefillGraphs:
     """Prefill steps of ``model`` in graphs, as long as they can be had.
 
-        graphs = PrefillGraphs(model, rows, [64, 512], max_batch_size=8, max_blocks_per_req=128,
-                               required=False, reason="automatic")
+        graphs = PrefillGraphs(model, rows, [64, 512], required=False, reason="automatic")
         graphs.capture()                                        # or each bucket at its first step
         if found := graphs.runner_for(num_reqs=2, num_tokens=37): logits = found[0].run_known(...)
 
@@ -42,8 +41,6 @@ class PrefillGraphs:
         model: the paged model.
         rows: of the decode loop, as of `OneRequestGraphs`.
         buckets: numbers of tokens to capture.
-        max_batch_size: requests that run at once.
-        max_blocks_per_req: columns of the block table.
         required: raise where a bucket can't be captured; False: go on without any.
         reason: why there are these graphs.
         options: further arguments of `PackedGraphRunner`.
@@ -60,25 +57,23 @@ class PrefillGraphs:
         rows: DecodeRows,
         buckets: Seq[int],
         *,
-        max_batch_size: int,
-        max_blocks_per_req: int,
         required: bool,
         reason: str,
         **options: Any,
     ) -> None:
         cache, few = model.kv_cache, [bucket for bucket in buckets if bucket <= MOST_ALONE]
         options |= {
-            "max_blocks_per_req": max_blocks_per_req,
+            "max_blocks_per_req": rows.max_blocks_per_req,
             "block_size": cache.block_size,
             "num_blocks": cache.num_blocks,
             "device": torch.device(model.device),
             "ranges": profile_range,
             "session": model.session,
         }
-        alone = few and max_batch_size > 1
+        alone = few and rows.max_batch_size > 1
         self.runners: list[PackedGraphRunner] = [
             *([OneRequestGraphs(model, rows, buckets=few, **options)] if alone else []),
-            PackedGraphRunner(model, buckets=buckets, max_num_reqs=max_batch_size, **options),
+            PackedGraphRunner(model, buckets=buckets, max_num_reqs=rows.max_batch_size, **options),
         ]
         self.reason, self._required = reason, required
 
@@ -128,24 +123,20 @@ class PrefillGraphs:
 
 def make_step_graphs(
     model: PagedModelProtocol,
+    rows: DecodeRows,
     options: GeneratorOptions,
     decided: Decisions,
-    max_blocks_per_req: int,
     prefixes: AutomaticPrefixes | None = None,
-    stage: LogitsStage | None = None,
 ) -> tuple[DecodeLoop, PrefillGraphs | None]:
     """The decode loop, and the graphs of prefills, or None where there are none; nothing is captured yet.
 
     Args:
         model: the paged model.
+        rows: of the engine.
         options, decided: of the engine.
-        max_blocks_per_req: columns of the block table.
         prefixes: of decode steps, as in `WholeStepRunner`.
-        stage: as in `DecodeLoop`.
     """
     shared: dict[str, Any] = {
-        "max_batch_size": options.max_batch_size,
-        "max_blocks_per_req": max_blocks_per_req,
         "progress": options.progress,
         "watch": model.kv_cache.tensors(),
         # What torch.compile makes may take a second run to settle. The ops' kernels take none where the start
@@ -155,8 +146,7 @@ def make_step_graphs(
     }
     loop = DecodeLoop(
         model,
-        steps_per_launch=options.steps_per_launch,
-        stage=stage,
+        rows,
         capture=options.capture,
         compile=decided.compile,
         buckets=decided.buckets,
@@ -167,7 +157,7 @@ def make_step_graphs(
         return loop, None
     return loop, PrefillGraphs(
         model,
-        loop.rows,
+        rows,
         decided.prefill_buckets,
         required=options.prefill_buckets != "auto",
         reason=decided.prefill_reason,

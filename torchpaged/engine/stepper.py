@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchpaged.engine.acceptor import Acceptor
-from torchpaged.engine.batch_steps import BatchSteps, Lost
+from torchpaged.engine.batch_steps import BatchSteps
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import LogitsStage
+from torchpaged.engine.device import DecodeRows
 from torchpaged.engine.fault_bisection import FaultBisection
 from torchpaged.engine.model import CacheOwner, PagedModelProtocol
 from torchpaged.engine.model_watch import ModelWatch
@@ -43,10 +43,10 @@ class Stepper:
         scheduler: which requests run, and with which blocks.
         loop: the decode loop; None to decode without graphs.
         watch: of the model, as it was before ``loop`` was captured.
+        rows: of the engine.
         prefill_graphs: of prefills; None: all are launched from Python.
         prefixes: finds the groups of decode steps without a loop; None: no groups.
         mixes: decodes and chunks run in one pass.
-        stage: as in `PackedSteps`.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -60,15 +60,16 @@ class Stepper:
         scheduler: Scheduler,
         loop: DecodeLoop | None,
         watch: ModelWatch,
+        rows: DecodeRows,
         prefill_graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
         mixes: bool = False,
-        stage: LogitsStage | None = None,
     ) -> None:
         self._model, self._scheduler, self._loop, self._watch = model, scheduler, loop, watch
         watch.each_step = loop is None or isinstance(loop.runner.capture_backend, EagerCapture)
         self.requests: dict[int, Sequence] = {}
         self._bisection: FaultBisection | None = None  # after a step that raised
+        self._is_at_work = False  # what breaks off now is lost: rows, tokens in flight, blocks
         self._limited_for: list[Sequence] = []  # while one of them lives, steps take fewer requests
         self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(scheduler.pool.num_usable, queue=scheduler.queue)
@@ -76,8 +77,7 @@ class Stepper:
             self.stats.prefix_cache = scheduler.prefixes.stats
             if scheduler.prefixes.host is not None:
                 scheduler.prefixes.host.recompute_seconds = self.stats.prefill_seconds_per_token
-        rows = None if loop is None else loop.rows
-        self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
+        self._packed = PackedSteps(model, rows, prefill_graphs, prefixes, from_rows=loop is not None)
         self._acceptor = Acceptor(self.requests, scheduler, loop, model, self.stats)
         parts = self._packed, self._acceptor, watch, self.stats
         on_gpu = torch.device(model.device).type == "cuda"
@@ -141,7 +141,7 @@ class Stepper:
             with self.late.counted(), self._at_work(), named, torch.inference_mode():
                 self._steps.step()
         except Exception as raised:
-            if self._steps.lost is not Lost.NOTHING or self._watch.is_due:
+            if self._is_at_work or self._watch.is_due:
                 raise  # it could not be taken back, or it is about the model
             error = raised
         if error is not None or self._bisection is not None:
@@ -224,18 +224,18 @@ class Stepper:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         self.reset()  # what was broken off while it was reset
-        self._steps.lost = Lost.BLOCKS
+        self._is_at_work = True
         try:
             yield
         except BaseException:
             self.reset()
             raise
-        self._steps.lost = Lost.NOTHING
+        self._is_at_work = False
 
     def reset(self) -> None:
         """Take every request back to its log after a step that broke off; nothing if none did. May itself
         break off, and be called again."""
-        if self._steps.lost is Lost.NOTHING:
+        if not self._is_at_work:
             return
         with torch.inference_mode():
             self._model.session.reset()
@@ -250,14 +250,10 @@ class Stepper:
                 leave_arrival(sequence)  # or else its blocks, which others get, would be written yet
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
-                self._steps.lost = Lost.BLOCKS  # the scheduler may have it still
         # What the device says late of a step may concern what that step wrote.
         self._scheduler.blocks.forget_prefixes("a step broke off")
-        # Steps whose tokens are lost have written over what the last known one saw in rings, and have moved
-        # states on.
-        if self._steps.lost is Lost.BLOCKS or self._scheduler.blocks.has_rings:
-            self._scheduler.reset(self.requests.values())
-            if self._bisection is not None:
-                group = self._bisection.group or ()
-                self._scheduler.reset([one for one in group if one.request_id in self.requests])
-        self._steps.lost = Lost.NOTHING
+        self._scheduler.reset(self.requests.values())
+        if self._bisection is not None:
+            group = self._bisection.group or ()
+            self._scheduler.reset([one for one in group if one.request_id in self.requests])
+        self._is_at_work = False

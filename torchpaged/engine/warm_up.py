@@ -2,7 +2,7 @@
 request, so that no kernel is compiled, loaded or chosen in the middle of serving.
 
     forms = step_forms(max_batch_size=256, max_tokens=2048, columns=132, block_size=16)
-    warm_up = WarmUp(model, loop, forms)
+    warm_up = WarmUp(model, rows, forms)
     warm_up.run(progress)
 
 Kernels are compiled for shapes, dtypes and addresses, never for lengths: a step of padding takes those of any
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import ahead, compiles
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
-from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.device import DecodeRows
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.sampling import SamplingParams, sample, seen_tokens
 from torchpaged.graphs.bucketed import BucketedGraphs
 from torchpaged.graphs.buckets import default_buckets
 from torchpaged.graphs.capture_options import Progress
@@ -118,21 +117,12 @@ class WarmUp:
 
     Args:
         model: the paged model.
-        loop: the decode loop; None without graphs.
+        rows: in which tokens are drawn.
         forms: of the steps.
-        float32: tokens are drawn from logits of this dtype, not the model's.
     """
 
-    def __init__(
-        self,
-        model: PagedModelProtocol,
-        loop: DecodeLoop | None,
-        forms: Sequence[Form],
-        *,
-        float32: bool = False,
-    ) -> None:
-        self._float32 = float32
-        self._model, self._loop, self._forms = model, loop, forms
+    def __init__(self, model: PagedModelProtocol, rows: DecodeRows, forms: Sequence[Form]) -> None:
+        self._model, self._rows, self._forms = model, rows, forms
         self._most = max(forms, key=lambda form: form.num_reqs)  # whose first tokens are drawn, too
         self._device = torch.device(model.device)
 
@@ -203,13 +193,5 @@ class WarmUp:
 
     def _sample(self, logits: Tensor) -> None:
         """First tokens of as many requests as ``logits [n, vocab_size]`` has rows."""
-        count = logits.shape[0]
-        if self._loop is not None:
-            rows = self._loop.rows
-            with rows.padding(rows.max_batch_size):
-                rows.finish_rows(logits, range(count))
-            return
-        logits = logits.float() if self._float32 else logits
-        params, ops = [SamplingParams(temperature=0.5)] * count, self._model.session.ops
-        for seen in (None, seen_tokens([[0]] * count, logits.shape[1])):
-            sample(logits, params, [0] * count, [0] * count, seen, ops=ops)
+        with self._rows.padding(self._rows.max_batch_size):
+            self._rows.finish_rows(logits, range(logits.shape[0]))

@@ -168,11 +168,13 @@ class DecodeRows(StepRows):
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they
         were afterwards."""
-        state = [self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches]
+        launches = [self.ring.launches] if "ring" in vars(self) else []
+        state = [self._longs, self._ints, self._floats, self.seen, self.tokens_out, *launches]
         state += self.block_table[:num_rows], self.stop_token_ids[:num_rows], self.logits_words[:num_rows]
         before = [tensor.clone() for tensor in state]
         try:
-            self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
+            for counted in launches:
+                counted[:1].fill_(-1)  # tokens of launches in flight stay where they are
             names = (*IDLE, "input_ids", "positions")
             pad_batch_tensors(
                 {name: getattr(self, name) for name in names},

@@ -7,6 +7,7 @@
 What puts requests into them is `DecodeRows`'s.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.engine.device.logits_stage import LogitsStage
 from torchpaged.engine.device.request_state import FLOATS, INTS, LONGS, MAX_STOP_TOKEN_IDS
 from torchpaged.engine.device.token_rings import LaunchRing
@@ -74,7 +75,6 @@ class StepRows:
             ones too.
         tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a
             row was idle.
-        ring: the launches' tokens on the host: `LaunchRing`.
 
     Raises:
         ArgumentError: a size below 1.
@@ -93,20 +93,12 @@ class StepRows:
         stage: LogitsStage | None = None,
         find_slots: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        sizes = {
-            "max_batch_size": max_batch_size,
-            "max_blocks_per_req": max_blocks_per_req,
-            "block_size": block_size,
-            "vocab_size": vocab_size,
-            "steps_per_launch": steps_per_launch,
-            "launches_in_flight": launches_in_flight,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
+        check_sizes(max_batch_size=max_batch_size, max_blocks_per_req=max_blocks_per_req)
+        check_sizes(block_size=block_size, vocab_size=vocab_size, steps_per_launch=steps_per_launch)
+        check_sizes(launches_in_flight=launches_in_flight)
         self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
         self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
-        self.steps_per_launch, self._ops = steps_per_launch, ops
+        self.steps_per_launch, self._ops, self._in_flight = steps_per_launch, ops, launches_in_flight
         self.stage = LogitsStage() if stage is None else stage
         self._find_slots = find_slots
         self._first_rows: dict[int, dict[str, Tensor]] = {}  # by number, what `finish_rows` takes of them
@@ -131,9 +123,12 @@ class StepRows:
         self.slot_mapping.fill_(IDLE["slot_mapping"])
         self.repetition_penalty.fill_(1.0)
         self.top_p.fill_(1.0)
-        self.ring = LaunchRing(
-            launches_in_flight, steps_per_launch, max_batch_size, device, self.stage.record_words
-        )
+
+    @functools.cached_property
+    def ring(self) -> LaunchRing:
+        """The launches' tokens on the host; made for the first that asks: rows without launches need none."""
+        sizes = self._in_flight, self.steps_per_launch, self.max_batch_size
+        return LaunchRing(*sizes, self.device, self.stage.record_words)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""

@@ -116,7 +116,7 @@ class LaunchRing:
     ) -> None:
         device = torch.device(device)
         on_gpu = device.type == "cuda"
-        self._depth, self._num_steps = depth, num_steps
+        self._depth = depth
         with torch.inference_mode(False):
             self._host, self.slots = self._memory((depth + 1, num_steps + 1, num_rows), device)
             self.records: Tensor | None = None

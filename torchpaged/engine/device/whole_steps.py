@@ -70,7 +70,7 @@ class WholeStepRunner(DecodeGraphs):
                 "steps_per_launch=1 with a backend that plans every step on the host",
                 str(rows.steps_per_launch),
             )
-        self.rows, self._without_groups = rows, False
+        self.rows, self._without_groups, self._ring = rows, False, rows.ring  # captures can't make it
         super().__init__(rows, step, buckets=buckets, compile=compile, prefixes=prefixes, **options)
         self._now: BucketedGraphs = self  # whose graphs launches take
 
@@ -86,7 +86,7 @@ class WholeStepRunner(DecodeGraphs):
 
     def _replay(self, graph: Captured) -> None:
         graph.replay()
-        self.rows.ring.count()
+        self._ring.count()
 
     def _use_second(self, use: Callable[[PrefixGraphs], T]) -> T | None:
         self._now = self  # where groups were made up for a capture, or can't be had
@@ -123,7 +123,7 @@ class WholeStepRunner(DecodeGraphs):
         """Whose graphs the next launch takes."""
         if self._dirty:
             self.reset()
-        self.rows.ring.check_room()
+        self._ring.check_room()
         return self._now
 
     def launch(self, num_rows: int) -> None:
@@ -151,8 +151,8 @@ class WholeStepRunner(DecodeGraphs):
 
     def launch_eager(self, num_rows: int) -> Tensor:
         """What `replay` does, without graph, padding or compilation."""
-        self.rows.ring.check_room()
+        self._ring.check_room()
         with self._ranges("run_eager", batch=num_rows):
             tokens = self.start_eager(num_rows, self._whole(self._step, num_rows))[:, :num_rows]
-        self.rows.ring.count()
+        self._ring.count()
         return tokens

@@ -8,9 +8,9 @@ What puts requests into them is `DecodeRows`'s.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ _FINISHED = (
     "remaining",
     "seen",
 )
-_finished_of = operator.attrgetter(*_FINISHED)
 
 
 class StepRows:
@@ -101,7 +100,7 @@ class StepRows:
         self.steps_per_launch, self._ops, self._in_flight = steps_per_launch, ops, launches_in_flight
         self.stage = LogitsStage() if stage is None else stage
         self._find_slots = find_slots
-        self._first_rows: dict[int, dict[str, Tensor]] = {}  # by number, what `finish_rows` takes of them
+        self._first_rows: dict[int, dict[str, Tensor]] = {}  # by number, their fields
         rows = max_batch_size
         padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
@@ -159,22 +158,13 @@ class StepRows:
             num_rows: rows of the step.
             step: of the launch: which row of ``tokens_out`` receives the tokens.
         """
-        n = slice(num_rows)
-        described = self.logits_words[n], self.counters[n], self.input_ids[n], self.seq_lens[n]
-        records = self.ring.records
+        tokens, records = self.tokens_out[step, :num_rows], self.ring.records
         slot = None if records is None else self.ring.slot()
-        self._ops.finish_step(
-            self.stage.process(logits, *described),
-            *[tensor[n] for tensor in _finished_of(self)],
-            self.tokens_out[step, n],
-            block_size=self.block_size,
-            ring=self.ring.slots,
-            launches=self.ring.launches,
-            step=step,
-        )
+        launch = {"ring": self.ring.slots, "launches": self.ring.launches, "step": step}
+        self._finish(logits, self._first(num_rows), tokens, **launch)
         if records is not None and slot is not None:
-            told = self.stage.logprobs(logits, self.tokens_out[step, n])
-            records[:, step, n].index_copy_(0, slot, told[None])
+            told = self.stage.logprobs(logits, tokens)
+            records[:, step, :num_rows].index_copy_(0, slot, told[None])
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """As `finish_step` for chosen rows, whose logits come from a packed batch. For captures only of rows
@@ -189,11 +179,7 @@ class StepRows:
         """
         count = len(rows)
         if list(rows) == list(range(count)):  # as where no row is idle: in place
-            fields = self._first_rows.get(count)
-            if fields is None:
-                names = *_FINISHED, "logits_words"
-                fields = self._first_rows[count] = {name: getattr(self, name)[:count] for name in names}
-            return self._finish(logits, fields)
+            return self._finish(logits, self._first(count))
         # Fields begin at multiples of 16 bytes: Triton would compile anew for other alignments.
         padded = to_device([*rows, *[rows[-1]] * (-count % 4)], torch.int64, self.device)
         index = padded[:count]
@@ -209,16 +195,25 @@ class StepRows:
         self.seen.index_copy_(0, index, fields["seen"])
         return tokens
 
-    def _finish(self, logits: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """``finish_step`` of rows with these fields, outside a launch; their tokens."""
+    def _first(self, count: int) -> dict[str, Tensor]:
+        """What ``finish_step`` takes of the first ``count`` rows, in place."""
+        if count not in self._first_rows:
+            names = *_FINISHED, "logits_words"
+            self._first_rows[count] = {name: getattr(self, name)[:count] for name in names}
+        return self._first_rows[count]
+
+    def _finish(
+        self, logits: Tensor, fields: Mapping[str, Tensor], tokens: Tensor | None = None, **launch: Any
+    ) -> Tensor:
+        """``finish_step`` of rows with these fields; their ``tokens``, new ones outside a launch."""
         described = (fields[name] for name in ("logits_words", "counters", "input_ids", "seq_lens"))
         logits = self.stage.process(logits, *described)
-        # Filled, right in front of the op: a kernel that writes nothing of what the op reads early comes
-        # between those that wrote the fields and the op.
-        tokens = torch.full_like(fields["input_ids"], -1)
-        self._ops.finish_step(
-            logits, *[fields[name] for name in _FINISHED], tokens, block_size=self.block_size
-        )
+        if tokens is None:
+            # Filled, right in front of the op: a kernel that writes nothing of what the op reads early comes
+            # between those that wrote the fields and the op.
+            tokens = torch.full_like(fields["input_ids"], -1)
+        arguments = [fields[name] for name in _FINISHED]
+        self._ops.finish_step(logits, *arguments, tokens, block_size=self.block_size, **launch)
         return tokens
 
     def copy_to(self, rows: Sequence[int], input_ids: Tensor, metadata: AttentionMetadata) -> None:

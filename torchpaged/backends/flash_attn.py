@@ -16,7 +16,6 @@ around it does. Its result is copied once, since its public function takes no ``
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning, further_reasons
 from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.library_op import Held, attention_op
-from torchpaged.backends.package import Package, parameters_lacking
+from torchpaged.backends.package import Package
 from torchpaged.backends.planned_batch import Kind, PlannedBatchBuffers, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
@@ -35,16 +34,18 @@ from torchpaged.metadata import HostLengths
 
 MODULE = "flash_attn_interface"
 INSTALL = "pip install tokenspeed-fa3 (Hopper, CUDA 13), or build FlashAttention's hopper/ folder"
-#: Parameters of ``flash_attn_with_kvcache`` without which the package is another one, or too old.
-NEEDED = (
-    "cache_seqlens",
-    "page_table",
-    "cu_seqlens_q",
-    "max_seqlen_q",
-    "scheduler_metadata",
-    "num_splits",
-    "return_softmax_lse",
-)
+NEEDED = {
+    "flash_attn_with_kvcache": (
+        "cache_seqlens",
+        "page_table",
+        "cu_seqlens_q",
+        "max_seqlen_q",
+        "scheduler_metadata",
+        "num_splits",
+        "return_softmax_lse",
+    ),
+    "get_scheduler_metadata": (),
+}
 _MOST_SPLITS = 32
 _MOST_BYTES = 1 << 28  # of partial results, which the library allocates for every call
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -178,16 +179,7 @@ def _missing() -> str | None:
     return None
 
 
-def _lacks(library: Any) -> str | None:
-    lacking = parameters_lacking(getattr(library, "flash_attn_with_kvcache", None), NEEDED)
-    if not lacking and not hasattr(library, "get_scheduler_metadata"):
-        lacking = "get_scheduler_metadata"
-    if not lacking:
-        return None
-    return f"{MODULE} lacks {lacking}, so that it is no FlashAttention-3 with a paged cache; {INSTALL}"
-
-
-PACKAGE = Package("flash_attn", MODULE, INSTALL, _missing, _lacks)
+PACKAGE = Package("flash_attn", MODULE, INSTALL, _missing, NEEDED)
 _DISABLE = "FLASHATTENTION_DISABLE_"
 
 

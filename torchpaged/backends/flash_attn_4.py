@@ -10,7 +10,6 @@ its graph support is declared as NEVER, and it runs where it is named. Kernels a
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, further_reasons
 from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.library_op import attention_op
-from torchpaged.backends.package import Package, parameters_lacking
+from torchpaged.backends.package import Package
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
@@ -80,12 +79,7 @@ def _missing() -> str | None:
     return None
 
 
-def _lacks(library: Any) -> str | None:
-    lacking = parameters_lacking(getattr(library, "flash_attn_varlen_func", None), NEEDED)
-    return f"flash_attn_varlen_func of {MODULE} lacks {lacking}; {INSTALL}" if lacking else None
-
-
-PACKAGE = Package("flash_attn_4", MODULE, INSTALL, _missing, _lacks)
+PACKAGE = Package("flash_attn_4", MODULE, INSTALL, _missing, {"flash_attn_varlen_func": NEEDED})
 
 
 # ----------------------------------------------------------------------------------------------- the backend

@@ -22,7 +22,7 @@ import torch
 from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
 from torchpaged.backends.library_op import defined
-from torchpaged.backends.package import FLASHINFER, at_least, parameters_lacking
+from torchpaged.backends.package import FLASHINFER, at_least
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS
@@ -40,15 +40,11 @@ NAME, PROVED = "flashinfer_gdn", (9, 0)
 WIDTH, MIN_TOKENS = 128, 64  # of keys and values; of a row: below them chunks are mostly padding
 #: Tokens of a row in the mean: from which on it is split, and up to which few heads are the library's.
 SPLIT_TOKENS, FEW_TOKENS = 2048, 512
-_NEEDED = ("output_state_indices", "state_indices", "use_cp", "max_seqlen")
-
-
-def _lacks(library: Any) -> str | None:
-    lacking = parameters_lacking(getattr(library, "chunk_gated_delta_rule", None), _NEEDED)
-    return f"flashinfer.chunk_gated_delta_rule does not take {lacking}" if lacking else None
-
-
-PACKAGE = FLASHINFER._replace(backend=NAME, missing=at_least((0, 7, 4)), lacks=_lacks)
+PACKAGE = FLASHINFER._replace(
+    backend=NAME,
+    missing=at_least((0, 7, 4)),
+    needed={"chunk_gated_delta_rule": ("output_state_indices", "state_indices", "use_cp", "max_seqlen")},
+)
 
 
 def why_own(call: LinearAttentionCall) -> str | None:

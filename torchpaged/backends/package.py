@@ -1,7 +1,7 @@
 """The package behind a backend: whether it is here, and its load; and FlashInfer's, which several backends
 use.
 
-PACKAGE = Package("flash_attn", "flash_attn_interface", "pip install ...", missing=_missing, lacks=_lacks)
+PACKAGE = Package("flash_attn", "flash_attn_interface", "pip install ...", _missing, {"function": ("a", "b")})
 PACKAGE.unavailable()   # a sentence, or None; loads no kernels
 PACKAGE.load()          # the module, or BackendUnavailableError with the sentence
 """
@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,14 @@ class Package(NamedTuple):
         module: what is imported.
         install: how to get it.
         missing: says what keeps the package from being used, or None, without loading its kernels.
-        lacks: says what a module that was loaded lacks, or None.
+        needed: parameters of its functions, by their names, without which it is another package, or too old.
     """
 
     backend: str
     module: str
     install: str
     missing: Callable[[], str | None]
-    lacks: Callable[[Any], str | None] = lambda library: None
+    needed: Mapping[str, Sequence[str]] = {}
 
     def unavailable(self) -> str | None:
         """Why the backend can't run here, or None. Does not load the package's kernels."""
@@ -52,10 +52,18 @@ class Package(NamedTuple):
                 library = importlib.import_module(self.module)
             except Exception as error:  # a library of another CUDA or torch version fails in ways of its own
                 raise self._unusable(f"{self.module} does not load: {error}; {self.install}") from error
-            why = self.lacks(library)
+            why = self._lacks(library)
         if why is not None:
             raise self._unusable(why)
         return library
+
+    def _lacks(self, library: Any) -> str | None:
+        for function, needed in self.needed.items():
+            if not hasattr(library, function):
+                return f"{self.module} has no {function}; {self.install}"
+            if lacking := parameters_lacking(getattr(library, function), needed):
+                return f"{function} of {self.module} lacks {lacking}; {self.install}"
+        return None
 
     def loaded(self) -> Any:
         """`load`, without a look at what is installed where the module is here already."""
@@ -66,8 +74,8 @@ class Package(NamedTuple):
 
 
 def parameters_lacking(function: Any, needed: Sequence[str]) -> str:
-    """Those of ``needed`` that a library's function does not take, for a message; all where there is none."""
-    known = inspect.signature(function).parameters if function is not None else ()
+    """Those of ``needed`` that a library's function does not take, for a message."""
+    known = inspect.signature(function).parameters
     return ", ".join(name for name in needed if name not in known)
 
 

@@ -28,6 +28,7 @@ def test_any_order_of_operations(seed: int) -> None:
     assert done["exhausted"] > 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_any_order_of_many_operations(seed: int) -> None:

@@ -47,10 +47,8 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_cases(
-    *(f"triton-cpu-('{spec}',*" for spec in ("prefill_long", "chunked", "prefill_small", "decode_skewed")),
-    but=tuple(f"triton-cpu-('{spec}', 'causal')-*" for spec in ("chunked", "prefill_small", "decode_skewed")),
-)
+@pytest.mark.slow_cases("triton-cpu-('prefill_long',*")
+@pytest.mark.slow_cases("triton-cpu-*", but=("triton-cpu-*'causal')-*", "triton-cpu-('mixed_padded',*"))
 @over(
     "cpu",
     "triton",

@@ -179,6 +179,7 @@ def test_random_batches(on: Kernels) -> None:
     run_share(on, 0, ALWAYS)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @over("reference", "cpu", gpu=(), share=range(20))
 def test_ten_thousand_random_batches(on: Kernels, share: int) -> None:

@@ -401,7 +401,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     for pool in (latents.k_cache, as_fp8(latents).k_cache):
         record("write_latent", kv_c, k_pe, pool, torch.arange(16, 20))
     decode = Case(8, 2, 64, (1000, 33), (1, 1))
-    for case in (decode, Case(8, 2, 64, (300, 400, 33), (120, 1, 1)), next(iter(SEEN.values()))):
+    for case in (decode, SEEN["fp8_of_48"]):  # which test_barriers.py compiles, too
         with launched.recorded() as launches:
             run_paged_attention(ops, make_hanging_batch(case), **case.options)
         found.extend(("paged_attention", launch) for launch in launches)

@@ -116,6 +116,7 @@ def test_eight_threads_submit_and_cancel_at_random(
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_thirty_two_threads(llama: Any) -> None:
     """Common beginnings, and too few blocks for all that run."""

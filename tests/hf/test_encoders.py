@@ -106,6 +106,7 @@ HEADS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_cases("*-both", but=("bert-both", "distilbert-both", "modernbert-both"))
 @pytest.mark.parametrize("padding", ["left", "both"])
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_that_read_the_first_position(name: str, padding: str) -> None:

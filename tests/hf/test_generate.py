@@ -242,7 +242,7 @@ def test_compiled_steps_look_at_their_masks_and_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("eagerly", "compiled"), [(2, 1), (5, 2)])
+@pytest.mark.parametrize(("eagerly", "compiled"), [(2, 0), (5, 2)])
 def test_golden_tokens_of_a_real_model(smollm2_path: Any, eagerly: int, compiled: int) -> None:
     """SmolLM2 in float32, 24 tokens each: of so many prompts decoded eagerly, and by generate()'s compiled
     decode."""
@@ -271,7 +271,7 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Any, eagerly: int, compiled
                 **options,
             )
             assert out[0, ids.shape[1] :].tolist() == prompt["new_ids"]
-    assert len(COUNT) == 1
+    assert len(COUNT) == bool(compiled)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

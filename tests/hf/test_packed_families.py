@@ -32,7 +32,6 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [4.0] * 8,
     "original_max_position_embeddings": 16,
 }
-DYNAMIC: dict[str, Any] = {**ROPE, "rope_type": "dynamic", "factor": 4.0}
 #: what makes attention depend on positions, from a few tokens on
 TEMPERATURES: dict[str, dict[str, Any]] = {
     "llama4_text": {
@@ -122,6 +121,7 @@ def test_requests_in_one_row(model_type: str) -> None:
     assert agreement(model_of(model_type, "eager")) == "right"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_decoder_is_right_or_refused() -> None:
     """All architectures that transformers maps to a causal LM."""

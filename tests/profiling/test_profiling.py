@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -162,9 +163,39 @@ def only(nodes: list[Node], *words: str) -> list[object]:
     return kept
 
 
-def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
+COMPILED = """
+paged = generator.model
+from torchpaged.metadata import AttentionMetadata
+metadata = AttentionMetadata.from_lists([1], [1], [[1]], block_size=16, num_blocks=paged.kv_cache.num_blocks)
+step = torch.compile(lambda ids, metadata: paged(ids, metadata), fullgraph=True, backend="eager")
+with torch.inference_mode():
+    for _ in range(2):
+        with profiling.range("compiled"):
+            step(torch.tensor([5]), metadata)
+    with profiling.range("plain"):
+        paged(torch.tensor([5]), metadata)
+"""
+PARTS = {
+    "engine": ENGINE + GENERATE,
+    # a capture that does not run Python again, as a CUDA graph does not
+    "tape": ENGINE.replace("buckets=[2]", "buckets=[2], capture=TapeCapture(), compile=False") + GENERATE,
+    "reference": ENGINE.replace("max_batch_size=2", 'max_batch_size=2, backend="reference"') + COMPILED,
+    "native": ENGINE + COMPILED,
+}
+
+
+@pytest.fixture(scope="module")
+def parts(tool: Path) -> dict[str, list[Node]]:
+    """What each of `PARTS` pushes; one process, since imports are most of its time."""
+    code = "from torchpaged import profiling\nfrom torchpaged.graphs import TapeCapture\n"
+    for name, text in PARTS.items():
+        code += f"with profiling.range({name!r}):\n{textwrap.indent(text, '    ')}\n"
+    return {name: inner for name, _, inner in record(tool, code, TORCHPAGED_NVTX="1")}
+
+
+def test_ranges_of_the_engine_arrive_nested(parts: dict[str, list[Node]]) -> None:
     """Prompts of 3 and 2 tokens in chunks of 3, 3 new tokens each, at most 2 rows, one bucket of 2."""
-    nodes = record(tool, ENGINE + GENERATE, TORCHPAGED_NVTX="1")
+    nodes = parts["engine"]
     steps = [node for node in nodes if node[0] == "step"]
     assert [number for _, number, _ in steps] == [str(i) for i in range(len(steps))]
     # attention outside a step: the model's layers are tried at the start
@@ -181,12 +212,9 @@ def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
     assert all(node in LAYERS or node[0].startswith("decode") for node in later)
 
 
-@pytest.mark.slow
-def test_attention_ranges_stand_in_the_capture_and_not_in_the_replay(tool: Path) -> None:
-    """With a capture that does not run Python again, as a CUDA graph does not."""
-    tape = ENGINE.replace("buckets=[2]", "buckets=[2], capture=TapeCapture(), compile=False")
-    nodes = record(tool, "from torchpaged.graphs import TapeCapture\n" + tape + GENERATE, TORCHPAGED_NVTX="1")
-    found = only([node for node in nodes if node[0] == "step"], "prefill", "capture", "replay", "attention")
+def test_attention_ranges_stand_in_the_capture_and_not_in_the_replay(parts: dict[str, list[Node]]) -> None:
+    steps = [node for node in parts["tape"] if node[0] == "step"]
+    found = only(steps, "prefill", "capture", "replay", "attention")
     assert found[:4] == [
         ("prefill batch=1 tokens=3", LAYERS),
         ("prefill batch=2 tokens=3 decodes=1", LAYERS),
@@ -196,45 +224,23 @@ def test_attention_ranges_stand_in_the_capture_and_not_in_the_replay(tool: Path)
     assert all(isinstance(node, str) or "replay" not in node[0] for node in found)
 
 
-COMPILED = """
-from torchpaged import profiling
-paged = generator.model
-from torchpaged.metadata import AttentionMetadata
-metadata = AttentionMetadata.from_lists([1], [1], [[1]], block_size=16, num_blocks=paged.kv_cache.num_blocks)
-step = torch.compile(lambda ids, metadata: paged(ids, metadata), fullgraph=True, backend="eager")
-with torch.inference_mode():
-    for _ in range(2):
-        with profiling.range("compiled"):
-            step(torch.tensor([5]), metadata)
-    with profiling.range("plain"):
-        paged(torch.tensor([5]), metadata)
-"""
-
-
-@pytest.mark.slow
-def test_compiled_code_keeps_the_attention_ranges(tool: Path) -> None:
+def test_compiled_code_keeps_the_attention_ranges(parts: dict[str, list[Node]]) -> None:
     """It is traced as one graph with NVTX on; the ranges stand inside the op, whose kernel is written
     in Python."""
-    nodes = record(
-        tool,
-        ENGINE.replace("max_batch_size=2", 'max_batch_size=2, backend="reference"') + COMPILED,
-        TORCHPAGED_NVTX="1",
-    )
-    assert shape(nodes[2:]) == [("compiled", LAYERS), ("compiled", LAYERS), ("plain", LAYERS)]
+    seen = shape(parts["reference"][2:])
+    assert seen == [("compiled", LAYERS), ("compiled", LAYERS), ("plain", LAYERS)]
 
 
-@pytest.mark.slow
-def test_compiled_code_without_python_kernels_has_no_ranges(tool: Path) -> None:
-    from torchpaged.custom_ops import native_status
-
-    if not native_status()[0]:
-        pytest.skip("the native CPU kernels are not built")
-    nodes = record(tool, ENGINE + COMPILED, TORCHPAGED_NVTX="1")
-    assert shape(nodes[2:]) == ["compiled", "compiled", ("plain", LAYERS)]
+def test_compiled_code_without_python_kernels_has_no_ranges(
+    parts: dict[str, list[Node]], native: None
+) -> None:
+    assert shape(parts["native"][2:]) == ["compiled", "compiled", ("plain", LAYERS)]
 
 
 def test_ranges_only_inside_enabled(tool: Path) -> None:
-    """Before and after the block nothing is pushed; an exception still pops what was open."""
+    """Before and after the block nothing is pushed; an exception still pops what was open. Of blocks that
+    overlap, as those of threads do, the first one to end leaves ranges on, and the last one switches them
+    off."""
     code = """
 from torchpaged import profiling
 from torchpaged.profiling.ranges import NOTHING
@@ -253,18 +259,7 @@ with profiling.enabled():
 assert profiling.range("after") is NOTHING
 outlives.__exit__(None, None, None)
 """
-    assert record(tool, code) == [
-        ("eager batch=3 kind=x", "7", [("inner", "", [])]),
-        ("failed", "", []),
-        ("outlives", "", []),
-    ]
-
-
-def test_blocks_of_threads_overlap(tool: Path) -> None:
-    """The first one to end leaves ranges on for the other, and the last one to end switches them off."""
-    code = """
-from torchpaged import profiling
-from torchpaged.profiling.ranges import NOTHING
+    overlapping = """
 first, second = profiling.enabled(), profiling.enabled()
 first.__enter__()
 second.__enter__()
@@ -274,7 +269,12 @@ with profiling.range("still"):
 second.__exit__(None, None, None)
 assert profiling.range("after") is NOTHING
 """
-    assert record(tool, code) == [("still", "", [])]
+    assert record(tool, code + overlapping) == [
+        ("eager batch=3 kind=x", "7", [("inner", "", [])]),
+        ("failed", "", []),
+        ("outlives", "", []),
+        ("still", "", []),
+    ]
 
 
 @pytest.mark.slow
@@ -294,28 +294,19 @@ with profiling.enabled(), profiling.range("again"):
     assert nodes == [("outer", "7", [("inner", "", [])]), ("again", "", [])]
 
 
-def test_off_costs_one_check() -> None:
-    """Off, also while the engine runs: nvtx is not imported, and every range is the same object."""
-    code = """
-import sys
+def test_without_nvtx() -> None:
+    """Off, also while the engine runs, every range is the same object. A trace has the names of NVTX, and is
+    written when its block fails. Neither imports nvtx."""
+    off = """
+import json, sys
 from torchpaged import profiling
 from torchpaged.profiling.ranges import NOTHING
 assert profiling.range("a") is profiling.range("b", 1, batch=2) is NOTHING
 with profiling.range("a"):
     pass
 generator.generate([[5, 6, 7]], params)
-assert "nvtx" not in sys.modules
 """
-    done = run(ENGINE + code)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_trace_has_the_same_names_and_is_written_when_the_block_fails() -> None:
-    code = """
-import json, sys
-from torchpaged import profiling
-from torchpaged.profiling.ranges import NOTHING
+    traced = """
 try:
     with profiling.trace(PATH):
         generator.submit([5, 6, 7], params)
@@ -335,7 +326,7 @@ assert inside("attention layer=0", "capture padded=2") and inside("replay batch=
 assert any(e["name"] == "mine batch=3" for e in spans), "what failed is in the trace too"
 """
     with tempfile.TemporaryDirectory() as folder:
-        done = run(ENGINE + code.replace("PATH", repr(f"{folder}/out.json")))
+        done = run(ENGINE + off + ENGINE + traced.replace("PATH", repr(f"{folder}/out.json")))
     assert done.returncode == 0, done.stderr
 
 

@@ -112,6 +112,7 @@ def test_matches_the_oracle(
 
 
 @needs_gxx
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LONG_BATCHES:

@@ -67,6 +67,7 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
         assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "16-byte copies of keys and values"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changed", [{"query_lens": (1,) * 1025}, {"block_size": 8}, {"block_size": 64}], ids=("scans", "8", "64")

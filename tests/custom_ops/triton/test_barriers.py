@@ -180,6 +180,7 @@ def test_attention(name: str) -> None:
         launched.compile_launch(launch)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_attention_on_other_gpus() -> None:
     case = SEEN["fp8_of_48"]

@@ -104,6 +104,7 @@ def test_blocks_that_no_head_sees_do_not_matter(pattern: str, spec: str) -> None
     assert torch.equal(got, want)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", [BlockSparse(32, 1, 2, head_step=1, heads_per_step=2), BlockSparse(8, 2, 3)]

@@ -161,6 +161,7 @@ def test_block_sizes_on_hopper(block_size: int) -> None:
     assert set(copies) == {"10"}, "16-byte asynchronous loads only"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["long_128", "everything_128"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
@@ -199,6 +200,7 @@ def test_copies_have_addresses_of_their_own(mixed: bool) -> None:
     assert len(re.findall(r"\bLDG\.", loop)) == 2, "eight block ids in two loads"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fp8_caches_compile_for_sm_90() -> None:
     compile_prefill("sm_90", "long_128", kv_dtype="fp8e4nv", scales=True)

@@ -1,13 +1,14 @@
-"""What blocks cost the host: microseconds of its thread for the prefix cache per request that finds nothing,
-for a scheduler's step at 256 requests, and for forks; and how much of the blocks in use holds tokens under a
-log-normal load.
+"""What blocks and tokens cost the host: microseconds of its thread for the prefix cache per request that
+finds nothing, for a scheduler's step at 256 requests, the tokens of that step and their events, and for
+forks; and how much of the blocks in use holds tokens under a log-normal load.
 
     PYTHONPATH=. python benchmarks/bench_blocks.py [--rows 256] [--output FILE]
 
-No model runs: tokens are drawn at random, in arrays as the engine has them, and a step is what
-`Scheduler.schedule` and `PrefixCache` do on the host. Times are those of the thread (`time.thread_time`), and
-what is compared runs in turns of a request or of 25 steps, so that other processes count little and alike.
-The last line is one JSON document.
+No model runs: tokens are drawn at random, in arrays as the engine has them. Of a step ``schedule`` is what
+`Scheduler` and `PrefixCache` do on the host, ``tokens`` the way of each request's token from a launch to it,
+and ``events`` what `Generator.step` makes of these; no text. Times are those of the thread
+(`time.thread_time`), and what is compared runs in turns of a request or of 25 steps, so that other processes
+count little and alike. The last line is one JSON document.
 """
 
 import random
@@ -16,6 +17,7 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,12 +26,16 @@ from measuring import conditions
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.requests import CacheRequests
+from torchpaged.engine.acceptor import Acceptor
+from torchpaged.engine.batch_steps import BatchSteps
 from torchpaged.engine.decisions import LOOKAHEAD
+from torchpaged.engine.hand_out import HandOut
+from torchpaged.engine.launches import Launch, Launches
 from torchpaged.engine.metrics import measured
 from torchpaged.engine.outputs import GeneratorStats, TextStream
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Schedule, Scheduler
-from torchpaged.engine.sequence import Sequence, StepCount
+from torchpaged.engine.sequence import Inbox, Sequence, StepCount
 
 BLOCK_SIZE = 16
 #: Steps of a load before the next one's.
@@ -138,15 +144,27 @@ class Load:
         self.rng, pool = random.Random(seed), BlockPool(num_blocks)
         prefixes = PrefixCache(pool, BLOCK_SIZE) if cached else None
         self.scheduler = Scheduler(pool, BLOCK_SIZE, rows, 2048, 1, lookahead, prefixes=prefixes, mixes=True)
-        self.stats, self.rows, self.count, self.steps = GeneratorStats(num_blocks), rows, 0, StepCount()
-        self.seconds: list[float] = []
+        self.stats, self.count, self.steps = GeneratorStats(num_blocks), 0, StepCount()
+        self.requests, self.inbox = dict[int, Sequence](), Inbox()
+        # Of the decode loop what tokens meet on their way.
+        none: Any = None
+        stage: Any = SimpleNamespace(stage=SimpleNamespace(record_words=0))
+        self.loop: Any = SimpleNamespace(launches=Launches(stage), release=self._release)
+        acceptor = Acceptor(self.requests, self.scheduler, self.loop, self.stats)
+        self.batch = BatchSteps(self.scheduler, self.loop, none, acceptor, none, self.stats, True, True)
+        self.scheduler.remove = self._remove  # type: ignore[method-assign]
+        self.ending = 0.0  # seconds of a step's requests that ended, which are the scheduler's
+        self.seconds: dict[str, list[float]] = {"schedule": [], "tokens": [], "events": []}
         self.utilisation: list[float] = []
 
     def submit(self) -> None:
         prompt = [self.rng.randrange(1, 100_000) for _ in range(drawn(self.rng, *PROMPT))]
-        params = SamplingParams(drawn(self.rng, *OUTPUT), ignore_eos=True)
+        params = SamplingParams(drawn(self.rng, *OUTPUT))
         most = len(prompt) + params.max_new_tokens
-        self.scheduler.add(Sequence(self.count, prompt, params, 0, TextStream(None), max_len=most))
+        one = Sequence(self.count, prompt, params, 0, TextStream(None), most, inbox=self.inbox)
+        one.end_token_ids = (0,)
+        self.requests[self.count] = one
+        self.scheduler.add(one)
         self.count += 1
 
     def step(self) -> None:
@@ -156,34 +174,55 @@ class Load:
         for sequence, count in plan.chunks:
             sequence.num_computed += count
             self.scheduler.blocks.computed(sequence)
-        took = time.thread_time() - began
+        scheduled = time.thread_time() - began
         for sequence in plan.put_back:
             sequence.row = None
         ends = [s for s, _ in plan.chunks if s.remaining == 0]
-        self.steps.started, self.steps.most = self.steps.started + 1, self.steps.most + 1
-        for sequence in [*plan.decodes, *ends]:
-            self._token(sequence)
-        ended = [s for s in self.scheduler.running if len(s.tokens) >= s.max_len]
+        self._launch([*plan.decodes, *ends], len(plan.decodes))
+        self.ending = 0.0
         began = time.thread_time()
-        for sequence in ended:
-            sequence.finish_reason = "length"
-            self.scheduler.remove(sequence)
-        self.seconds.append(took + time.thread_time() - began)
+        self.batch._collect(self.loop, keep=0)
+        accepted = time.thread_time()
+        assert len(HandOut(self.inbox).take()) == len(plan.decodes) + len(ends)
+        self.seconds["events"].append(time.thread_time() - accepted)
+        self.seconds["tokens"].append(accepted - began - self.ending)
+        self.seconds["schedule"].append(scheduled + self.ending)
 
-    def _token(self, sequence: Sequence) -> None:
-        sequence.num_computed = len(sequence.tokens)
-        sequence.tokens.append(self.rng.randrange(1, 100_000))
-        if sequence.row is None:  # it decodes from now on, as `DecodeLoop.place` says
-            sequence.row, sequence.step_count, sequence.has_room_until = 0, self.steps, -1
-        sequence.steps_read = self.steps.started  # nothing is in flight
+    def _launch(self, sequences: list[Sequence | None], decodes: int) -> None:
+        """A packed batch, as `DecodeLoop.finish_packed` says."""
+        for sequence in filter(None, sequences):
+            if sequence.row is None:
+                sequence.row, sequence.step_count, sequence.has_room_until = 0, self.steps, -1
+                sequence.steps_read = self.steps.started
+            sequence.steps_read -= 1
+        self.steps.most += 1
+        copied: Any = SimpleNamespace(read=[self.rng.randrange(1, 100_000) for _ in sequences].copy)
+        self.loop.launches.add(Launch(-1, copied, sequences, 1, decodes))
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.row = None
+
+    def _remove(self, sequence: Sequence) -> None:
+        began = time.thread_time()
+        Scheduler.remove(self.scheduler, sequence)
+        self.ending += time.thread_time() - began
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             while len(self.scheduler.waiting) < 4:
                 self.submit()
             self.step()
-            if len(self.seconds) % 8 == 0:
+            if len(self.seconds["schedule"]) % 8 == 0:
                 self.utilisation.append(measured(self.scheduler, self.stats).utilisation)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    kept = sorted(values)
+    return {
+        "mean_us": statistics.mean(kept),
+        "p50_us": kept[len(kept) // 2],
+        "p99_us": kept[int(0.99 * len(kept))],
+    }
 
 
 def loads(rows: int, steps: int) -> dict[str, Any]:
@@ -198,11 +237,9 @@ def loads(rows: int, steps: int) -> dict[str, Any]:
             load.run(TURN)
     found = {}
     for name, load in all_loads.items():
-        kept = sorted(1e6 * x for x in load.seconds[steps // 3 :])
         found[name] = {
-            "mean_us": statistics.mean(kept),
-            "p50_us": kept[len(kept) // 2],
-            "p99_us": kept[int(0.99 * len(kept))],
+            part: spread([1e6 * x for x in seconds[steps // 3 :]]) for part, seconds in load.seconds.items()
+        } | {
             "running": len(load.scheduler.running),
             "preemptions": load.scheduler.preemptions,
             "utilisation": statistics.mean(load.utilisation[len(load.utilisation) // 3 :]),

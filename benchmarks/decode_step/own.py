@@ -244,8 +244,11 @@ class OwnStep:
                 start = time.perf_counter()
                 loop.launch()
                 times.append((time.perf_counter() - start) * 1e6)
-                for request, tokens, _ in loop.launches.collect(keep=1):
-                    request.tokens.extend(tokens)
+                for launch, tokens, _ in loop.launches.collect(keep=1):
+                    for request, *column in zip(launch.columns, *tokens, strict=True):
+                        if request is not None:
+                            request.tokens.extend(column)
+                            request.steps_read += launch.num_steps
             loop.launches.collect()
         for request in requests:
             loop.release(request)

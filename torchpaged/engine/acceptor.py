@@ -4,7 +4,8 @@ import time
 
 from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.device import TokenLogprobs
+from torchpaged.engine.launches import IDLE_TOKEN, Launch
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import EventRow, Sequence
@@ -16,11 +17,11 @@ class Acceptor:
     Args:
         requests: those that wait or run, by id; one that ends is taken out.
         scheduler, loop: let go of one that ends; ``loop`` None: there is none.
-        model: whose end tokens these are.
         stats: count it.
 
     Attributes:
         first_tokens: tokens that were a request's first; its reader sets it to 0.
+        decoded: tokens of decodes in launches; likewise.
     """
 
     def __init__(
@@ -28,12 +29,40 @@ class Acceptor:
         requests: dict[int, Sequence],
         scheduler: Scheduler,
         loop: DecodeLoop | None,
-        model: PagedModelProtocol,
         stats: GeneratorStats,
     ) -> None:
-        self._requests, self._scheduler, self._loop = requests, scheduler, loop
-        self._model, self._stats = model, stats
-        self.first_tokens = 0
+        self._requests, self._scheduler, self._loop, self._stats = requests, scheduler, loop, stats
+        self.first_tokens = self.decoded = 0
+
+    def accept_launch(self, launch: Launch, steps: list[list[int]], records: TokenLogprobs | None) -> None:
+        """Take the tokens of a launch, ``[steps][columns]``, request by request."""
+        num_plain, num_decodes = 0, launch.decodes
+        try:
+            for column, sequence in enumerate(launch.columns):
+                if sequence is None or sequence.finish_reason is not None:
+                    continue
+                sequence.steps_read += launch.num_steps
+                for number, step in enumerate(steps):
+                    if (token := step[column]) == IDLE_TOKEN:
+                        continue
+                    self.decoded += column < num_decodes
+                    # What a row produced after a stop that only the host could see is dropped.
+                    if sequence.finish_reason is not None:
+                        continue
+                    # The step that drew it wrote the one before.
+                    sequence.num_computed = length = len(sequence.tokens)
+                    if length in sequence.plain and token >= 0 and token not in sequence.end_token_ids:
+                        # As `accept`, of a token and nothing else: a step of a large batch has hundreds.
+                        sequence.inbox.ready[sequence] = None
+                        sequence.tokens.append(token)
+                        num_plain += 1
+                        continue
+                    logprobs, count = None, sequence.sampling.logprobs
+                    if records is not None and count is not None:
+                        logprobs = records.of(number * len(step) + column, count)
+                    self.accept(sequence, token, logprobs)
+        finally:
+            self._stats.new_tokens += num_plain
 
     def accept(self, sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
         """Add a sampled token; end the request if it is its last, or none."""
@@ -43,9 +72,7 @@ class Acceptor:
                 f"its output token {sequence.num_output} could not be drawn: a logit is NaN, or all are "
                 "-inf; look at the model's weights and dtype, at logit_bias and logits_processor",
             )
-        params = sequence.sampling
-        ends = token in self._model.eos_token_ids and not params.ignore_eos
-        reason = "stop" if ends or token in params.stop_token_ids else None
+        reason = "stop" if token in sequence.end_token_ids else None
         try:
             text = "" if reason else sequence.stream.push(token)
             if reason is None and sequence.stream.stopped:
@@ -61,13 +88,7 @@ class Acceptor:
                 f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}",
                 error,
             )
-        if text or reason or logprobs is not None or len(sequence.tokens) == len(sequence.prompt):
-            return self.emit(sequence, (token, text, reason, None, logprobs))
-        # As `emit`, of a token and nothing else: a step of a large batch has hundreds.
-        sequence.inbox.ready[sequence] = None
-        sequence.log.append_token(token)
-        sequence.tokens.append(token)
-        self._stats.new_tokens += 1
+        self.emit(sequence, (token, text, reason, None, logprobs))
 
     def fail(self, sequence: Sequence, reason: str, cause: BaseException | None = None) -> None:
         """End one request with an error, ``cause`` its `__cause__`."""
@@ -89,11 +110,10 @@ class Acceptor:
         sequence.log.append(event)
         sequence.text += text
         if token is not None:
-            if len(sequence.tokens) == len(sequence.prompt):
+            if sequence.num_output == 1:
                 self.first_tokens += 1
                 sequence.spoke = time.perf_counter()
                 self._stats.first_token.add(sequence.spoke - sequence.submitted)
-            sequence.tokens.append(token)
             self._stats.new_tokens += 1
         if finish_reason is not None:
             sequence.finish_reason, sequence.error = finish_reason, error

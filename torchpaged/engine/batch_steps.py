@@ -61,7 +61,7 @@ class BatchSteps:
         """One step of the whole batch."""
         started, loop = time.perf_counter(), self._loop
         tokens_before, steps_before = self._stats.new_tokens, 0 if loop is None else loop.launches.steps_read
-        self._acceptor.first_tokens = 0
+        self._acceptor.first_tokens = self._acceptor.decoded = 0
         if loop is not None and loop.launches and self._scheduler.short_of_blocks():
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
@@ -71,14 +71,14 @@ class BatchSteps:
         if loop is not None:
             for sequence in plan.put_back:
                 loop.release(sequence)
-        decode_seconds, read_before = None, 0 if loop is None else loop.launches.decoded
+        decode_seconds = None
         if plan.decodes or plan.chunks:
             advance = self._advance if loop is None else partial(self._launch, loop)
             decode_seconds = advance(plan)
         elif loop is not None:
             self._collect(loop, keep=0)
         self._plan_before = None
-        decoded = len(plan.decodes) if loop is None else loop.launches.decoded - read_before
+        decoded = len(plan.decodes) if loop is None else self._acceptor.decoded
         prefilled = sum(count for _, count in plan.chunks)
         now = time.perf_counter()
         seconds = now - started
@@ -133,13 +133,8 @@ class BatchSteps:
         return started
 
     def _collect(self, loop: DecodeLoop, keep: int) -> None:
-        results = loop.launches.collect(keep)
-        for sequence, tokens, logprobs in results:
-            for index, token in enumerate(tokens):
-                # What a row produced after a stop that only the host could see is dropped.
-                if sequence.finish_reason is None:
-                    sequence.num_computed = len(sequence.tokens)  # the step that drew it wrote the one before
-                    self._acceptor.accept(sequence, token, None if logprobs is None else logprobs[index])
+        for launch, steps, records in loop.launches.collect(keep):
+            self._acceptor.accept_launch(launch, steps, records)
 
     def _advance(self, plan: Schedule) -> float | None:
         """Decode, prefill, sample and read: a step without graphs; returns as `_launch` does."""

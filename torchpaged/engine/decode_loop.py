@@ -7,7 +7,7 @@ launch runs.
 
     loop.place(sequence)            # or loop.finish_packed(sequences, logits)
     loop.launch()                   # K steps; returns at once
-    for sequence, tokens, logprobs in loop.launches.collect(keep=1): ...
+    for launch, steps, logprobs in loop.launches.collect(keep=1): ...
 
 Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier
 on the same stream.
@@ -87,7 +87,6 @@ class DecodeLoop(NotCopied):
             session=model.session,
             **options,
         )
-        self._eos_token_ids = model.eos_token_ids
         self._sequences: list[Sequence | None] = [None] * rows.max_batch_size  # by row
         self._busy_rows: list[Sequence] | None = None
         self._has_idle_rows = False  # since rows were last moved together
@@ -106,7 +105,7 @@ class DecodeLoop(NotCopied):
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
         sequence.has_room_until = -1
         self._busy_rows = None
-        self._to_write[row] = row_state(sequence, self._eos_token_ids)
+        self._to_write[row] = row_state(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Take ``sequence`` out of its row. What it has in flight is ignored later."""
@@ -257,8 +256,8 @@ class DecodeLoop(NotCopied):
         self.rows.move(pairs)
 
 
-def row_state(sequence: Sequence, eos_token_ids: Seq[int]) -> RowState:
-    """What a request brings into its row, of a model with these ends of its own."""
+def row_state(sequence: Sequence) -> RowState:
+    """What a request brings into its row."""
     params = sequence.sampling
     return RowState(
         input_id=sequence.tokens[-1],
@@ -272,7 +271,7 @@ def row_state(sequence: Sequence, eos_token_ids: Seq[int]) -> RowState:
         top_p=params.top_p,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
-        stop_token_ids=params.end_token_ids(eos_token_ids),
+        stop_token_ids=sequence.end_token_ids,
         seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
         logits_words=sequence.logits_words,
     )

@@ -12,8 +12,8 @@ from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 
 #: Held while events are taken or change their owner, which a stream does with no other lock: it must not wait
-#: for another thread's step to give what it has.
-TAKING = threading.Lock()
+#: for another thread's step to give what it has. A signal may come in that takes some, too.
+TAKING = threading.RLock()
 
 
 class HandOut:
@@ -25,41 +25,42 @@ class HandOut:
     """
 
     def __init__(self, inbox: Inbox) -> None:
-        # Lists of numbers and a mark, no tuple per request and no way from a request back to this: that
-        # would be work for the garbage collector, see `EventLog`.
-        self._inbox, self._mark, self._sequences = inbox, object(), inbox.waiting
-        self._firsts = [sequence.taken for sequence in self._sequences]
-        self._ends = [len(sequence.log) for sequence in self._sequences]
-        inbox.ready = dict.fromkeys(self._sequences)
+        # Numbers and a mark, no tuple per request and no way from a request back to this: that would be work
+        # for the garbage collector, see `EventLog`.
+        self._inbox, self._mark, self._ends = inbox, object(), inbox.waiting
+        self._firsts = [sequence.taken for sequence in self._ends]
+        inbox.ready = dict.fromkeys(self._ends)
 
     def _places(self) -> Iterator[tuple[Sequence, int, int]]:
-        return zip(self._sequences, self._firsts, self._ends, strict=True)
-
-    def _take(self, sequence: Sequence, first: int, end: int) -> bool:
-        """Take events ``first`` to ``end``; False, and nothing is, if another call took some or owns them."""
-        # Nothing is called in here, so that no signal and no garbage collector, which may close a stream and
-        # wait for the lock of all calls, comes in.
-        with TAKING:
-            mine = sequence.inbox is self._inbox and sequence.taken == first
-            if mine:
-                sequence.taken, sequence.taker = end, self._mark
-        return mine
+        return zip(self._ends, self._firsts, self._ends.values(), strict=True)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """One by one, those that no other call has taken by then."""
         for sequence, first, end in self._places():
             for index in range(first, end):
-                if not self._take(sequence, index, index + 1):
+                # Nothing is called in here, so that no signal and no garbage collector, which may close a
+                # stream and wait for the lock of all calls, comes in.
+                with TAKING:
+                    mine = sequence.inbox is self._inbox and sequence.taken == index
+                    if mine:
+                        sequence.taken, sequence.taker = index + 1, self._mark
+                if not mine:
                     break
                 yield sequence.event(index)
 
     def take(self) -> list[TokenEvent]:
-        """All at once."""
+        """All at once, of each request all or, if another call took some or owns them, none. The caller holds
+        the lock of all calls: what closes a stream meanwhile does not wait for it."""
+        inbox, mark = self._inbox, self._mark
+        with TAKING:
+            for sequence, first, end in self._places():
+                if sequence.inbox is inbox and sequence.taken == first:
+                    sequence.taken, sequence.taker = end, mark
         return [
-            event
+            sequence.event(index)
             for sequence, first, end in self._places()
-            if self._take(sequence, first, end)
-            for event in map(sequence.event, range(first, end))
+            if sequence.taker is mark
+            for index in range(first, end)
         ]
 
     def give_back(self) -> None:

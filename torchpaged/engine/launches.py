@@ -1,6 +1,5 @@
 """Launches in flight: started, and their tokens not read by the host yet."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchpaged.engine.device import CopiedTokens, DecodeRows, TokenLogprobs
@@ -35,14 +34,13 @@ class Launches:
     """Launches over ``rows``, the oldest first; its length is their number.
 
     Attributes:
-        decoded: tokens of decode steps read so far, those of prefills left out.
         steps_read: steps read so far, packed batches among them.
     """
 
     def __init__(self, rows: DecodeRows) -> None:
         self._rows = rows
         self._in_flight: list[Launch] = []
-        self.decoded = self.steps_read = 0
+        self.steps_read = 0
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -56,10 +54,9 @@ class Launches:
         self._rows.ring.forget()
         self._in_flight = []
 
-    def collect(self, keep: int = 0) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
-        """Tokens of all launches but the newest ``keep``, in order, per request, and the log probabilities
-        of those of a request that wants them. They are waited for and read in this call; the iterator makes
-        lists of them."""
+    def collect(self, keep: int = 0) -> list[tuple[Launch, list[list[int]], TokenLogprobs | None]]:
+        """All launches but the newest ``keep``, in order, with their tokens, ``[steps][columns]``, which are
+        waited for, and the log probabilities of these, where a request wants them."""
         read: list[tuple[Launch, list[list[int]], TokenLogprobs | None]] = []
         while len(self._in_flight) > keep:
             launch = self._in_flight.pop(0)
@@ -70,14 +67,8 @@ class Launches:
                     steps = [launch.copied.read()]
                 else:
                     steps = self._rows.ring.read(launch.number, len(launch.columns))
-            for column, sequence in enumerate(launch.columns):
-                if sequence is not None and sequence.finish_reason is None:
-                    sequence.steps_read += launch.num_steps
-                    if column < launch.decodes:
-                        for step in steps:
-                            self.decoded += step[column] != IDLE_TOKEN
             read.append((launch, steps, records))
-        return _per_request(read)
+        return read
 
     def _logprobs(self, launch: Launch) -> TokenLogprobs | None:
         """Log probabilities of a launch's tokens, which were not read yet; None: no request wants them."""
@@ -88,23 +79,3 @@ class Launches:
         if launch.records is not None:
             return TokenLogprobs(launch.records.wait())
         return TokenLogprobs(self._rows.ring.read_records(launch.number, len(launch.columns)))
-
-
-def _per_request(
-    read: list[tuple[Launch, list[list[int]], TokenLogprobs | None]],
-) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
-    for launch, steps, records in read:
-        only = steps[0] if len(steps) == 1 else None
-        for column, sequence in enumerate(launch.columns):
-            if sequence is None or sequence.finish_reason is not None:
-                continue
-            # NO_TOKEN is the caller's. A step alone, as most are, needs no loop.
-            if only is not None:
-                tokens = [only[column]] if only[column] != IDLE_TOKEN else []
-            else:
-                tokens = [step[column] for step in steps if step[column] != IDLE_TOKEN]
-            logprobs = None
-            if records is not None and (count := sequence.sampling.logprobs) is not None:
-                places = [n for n, step in enumerate(steps) if step[column] != IDLE_TOKEN]
-                logprobs = [records.of(n * len(steps[0]) + column, count) for n in places]
-            yield sequence, tokens, logprobs

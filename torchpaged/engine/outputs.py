@@ -4,7 +4,7 @@ things took."""
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchpaged.cache import PrefixCacheStats
@@ -59,7 +59,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT, _CONTEXT_WITHOUT_TEXT = 8, 64
 
 
-@dataclass(frozen=True)
+# Not frozen: such a class sets each field by a call, and a step of a large batch makes hundreds of events.
+@dataclass(unsafe_hash=True)
 class TokenEvent:
     """One new token, or the end of a request.
 
@@ -83,17 +84,6 @@ class TokenEvent:
     times: "RequestTimes | None" = field(default=None, compare=False, repr=False)
 
     __repr__ = repr_of_fields
-
-    @classmethod
-    def of_token(cls, request_id: int, token_id: int | None, text: str) -> "TokenEvent":
-        """With nothing besides: a step of a large batch has hundreds, and a frozen class sets each field by a
-        call, which takes longer than all else of them."""
-        event = object.__new__(cls)
-        event.__dict__.update(_NOTHING_BESIDES, request_id=request_id, token_id=token_id, text=text)
-        return event
-
-
-_NOTHING_BESIDES = {each.name: each.default for each in fields(TokenEvent) if each.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -248,11 +238,13 @@ class TextStream:
         min_new_tokens: tokens at the beginning within which none of these ends.
 
     Attributes:
+        gives_text: whether there is a tokenizer.
         stopped: a stop string was met; nothing follows.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_new_tokens: int = 0) -> None:
         self._tokenizer, self._stop, self._least = tokenizer, tuple(stop), min_new_tokens
+        self.gives_text = tokenizer is not None
         self._options = {"skip_special_tokens": True}
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             self._options["clean_up_tokenization_spaces"] = False
@@ -265,7 +257,7 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Take one token; returns the text that is now certain, often one word, sometimes nothing."""
-        if self._tokenizer is None or self.stopped:
+        if not self.gives_text or self.stopped:
             return ""
         self._ids.append(token_id)
         return self._release(self._decode(final=False))
@@ -279,7 +271,7 @@ class TextStream:
 
     def flush(self) -> str:
         """The rest, when no token follows: incomplete characters and beginnings of stop strings included."""
-        if self._tokenizer is None or self.stopped:
+        if not self.gives_text or self.stopped:
             return ""
         text = self._release(self._decode(final=True))
         rest, self._held = ("" if self.stopped else self._held), ""

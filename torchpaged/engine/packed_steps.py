@@ -137,7 +137,7 @@ class PackedSteps:
         probabilities where they are wanted."""
         rows, params = self._rows, [sequence.sampling for sequence in sequences]
         with profile_range("sample", batch=len(sequences)):
-            rows.write({n: row_state(s, self._model.eos_token_ids) for n, s in enumerate(sequences)})
+            rows.write({n: row_state(s) for n, s in enumerate(sequences)})
             tokens = rows.finish_rows(logits, range(len(sequences)))
             numbers: list[int] = tokens.tolist()
             if all(p.logprobs is None for p in params):

@@ -239,6 +239,7 @@ class RequestCalls:
             last_reason="length" if asked <= room + 1 else "out_of_blocks",
             inbox=inbox,
             logits_words=words,
+            end_token_ids=params.end_token_ids(self.model.eos_token_ids),
         )
 
     @property

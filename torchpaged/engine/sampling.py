@@ -166,6 +166,6 @@ class SamplingParams:
             if wrong is not None:
                 raise ArgumentError(name, f"token ids in [0, {vocab_size})", shown(wrong))
 
-    def end_token_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
+    def end_token_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens that end a request of a model with these ends of its own."""
-        return [*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)]
+        return *self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)

@@ -30,45 +30,47 @@ EventRow = tuple[int | None, str, str | None, RequestError | None, dict[int, flo
 
 
 class EventLog:
-    """The events of one request: numbers in a list, and what few of them have besides. A token makes no
+    """The events of one request: its tokens from here on, and what few of them have besides. A token makes no
     object that the garbage collector counts: those of a load of 256 requests would make it visit the whole
     process in the middle of serving, 0.3 s without a step.
 
     Args:
         request_id: of all of them.
+        tokens: of the request, with its prompt alone; one that comes is an event.
     """
 
-    def __init__(self, request_id: int) -> None:
-        self._request_id = request_id
-        self._tokens: list[int | None] = []
-        #: Of an event that is a token and nothing else, as most are.
-        self.append_token = self._tokens.append
+    def __init__(self, request_id: int, tokens: "array[int]") -> None:
+        self._request_id, self._tokens, self._first = request_id, tokens, len(tokens)
+        self._has_end = False  # an end without a token, behind them
         self._texts: dict[int, str] = {}  # by place; of those that have any
         self._rest: dict[int, tuple[str | None, RequestError | None, dict[int, float] | None]] = {}
 
     def append(self, event: EventRow) -> None:
         """One more; all of it, or nothing that is seen, if it is interrupted."""
         token, text, finish_reason, error, logprobs = event
-        place = len(self._tokens)
+        place = len(self)
         if text:
             self._texts[place] = text
         if finish_reason is not None or logprobs is not None:
             self._rest[place] = finish_reason, error, logprobs
-        self._tokens.append(token)
+        if token is None:
+            self._has_end = True
+        else:
+            self._tokens.append(token)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._tokens) - self._first + self._has_end
 
     def __getitem__(self, index: int) -> TokenEvent:
         """Of a place from 0 on."""
-        token, text = self._tokens[index], self._texts.get(index, "")
-        rest = self._rest.get(index)
-        if rest is None:
-            return TokenEvent.of_token(self._request_id, token, text)
-        return TokenEvent(self._request_id, token, text, *rest)
+        place, text = self._first + index, self._texts.get(index, "")
+        token = self._tokens[place] if place < len(self._tokens) else None
+        if index not in self._rest:
+            return TokenEvent(self._request_id, token, text)
+        return TokenEvent(self._request_id, token, text, *self._rest[index])
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        return (self[index] for index in range(len(self._tokens)))
+        return (self[index] for index in range(len(self)))
 
 
 class Inbox:
@@ -89,9 +91,9 @@ class Inbox:
         self.ready: dict[Sequence, None] = {}
 
     @property
-    def waiting(self) -> "list[Sequence]":
-        """Requests with events to take."""
-        return [sequence for sequence in list(self.ready) if sequence.taken < len(sequence.log)]
+    def waiting(self) -> "dict[Sequence, int]":
+        """Requests with events to take, and how many each has had, those that were taken among them."""
+        return {one: had for one in list(self.ready) if one.taken < (had := len(one.log))}
 
     def forget(self) -> None:
         """The call is over: its requests, which know it, would stay until the garbage collector comes."""
@@ -106,8 +108,8 @@ class Sequence:
     ``num_computed`` back to 0 and keeps the tokens. Steps of large batches look at every sequence several
     times: what they ask is a plain attribute or the length of a list.
 
-    ``log`` is the truth about what the request was given: an event is in it or isn't, and `reset` makes the
-    rest agree with it after a step that broke off.
+    ``log`` is the truth about what the request was given: an event is in it or isn't, its token with it, and
+    `reset` makes the rest agree with it after a step that broke off.
 
     Attributes:
         inbox: of the call that owns the request.
@@ -126,6 +128,8 @@ class Sequence:
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
         prompt_ids: ``prompt`` as a list, once it is made (`list_prompt`).
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
+        end_token_ids: tokens that end it.
+        plain: lengths of ``tokens`` at which one more that does not end it is an event and nothing else.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
         arrival: of blocks on their way from the host; None: none is.
         has_begun: whether it ran before: that it asks again, put back since, is not counted.
@@ -144,9 +148,11 @@ class Sequence:
     spoke: float | None = None
     ended: float | None = None
     logits_words: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
     prompt_ids: list[int] | None = None
     tokens: "array[int]" = field(init=False)
     log: EventLog = field(init=False)
+    plain: range = field(init=False)
     taken: int = 0
     taker: object = None
     blocks: list[int] = field(default_factory=list)
@@ -166,8 +172,10 @@ class Sequence:
     def __post_init__(self) -> None:
         if type(self.prompt) is not array or self.prompt.typecode != "q":
             self.prompt = array("q", self.prompt)
-        self.log = EventLog(self.request_id)
         self.tokens = self.prompt[:]
+        self.log = EventLog(self.request_id, self.tokens)
+        asks = self.stream.gives_text or self.sampling.logprobs is not None
+        self.plain = range(0 if asks else len(self.prompt) + 1, 0 if asks else self.max_len - 1)
 
     @property
     def output(self) -> list[int]:
@@ -202,13 +210,11 @@ class Sequence:
     def reset(self) -> None:
         """After a step that broke off: without a row, and output, text and end agree with ``log``."""
         self.row = None
-        known = [event.token_id for event in self.log if event.token_id is not None]
-        self.tokens = self.prompt + array("q", known)
         self.text = "".join(event.text for event in self.log)
         last = self.log[len(self.log) - 1] if len(self.log) else None
         self.finish_reason, self.error = (None, None) if last is None else (last.finish_reason, last.error)
         if self.finish_reason is None:
-            self.stream = self.stream.replayed(known)
+            self.stream = self.stream.replayed(self.output)
             self.num_computed = min(self.num_computed, len(self.tokens) - 1)
 
     def event(self, index: int) -> TokenEvent:

@@ -78,7 +78,7 @@ class Stepper:
             if scheduler.prefixes.host is not None:
                 scheduler.prefixes.host.recompute_seconds = self.stats.prefill_seconds_per_token
         self._packed = PackedSteps(model, rows, prefill_graphs, prefixes, from_rows=loop is not None)
-        self._acceptor = Acceptor(self.requests, scheduler, loop, model, self.stats)
+        self._acceptor = Acceptor(self.requests, scheduler, loop, self.stats)
         parts = self._packed, self._acceptor, watch, self.stats
         on_gpu = torch.device(model.device).type == "cuda"
         self._steps = BatchSteps(scheduler, loop, *parts, on_gpu, mixes)

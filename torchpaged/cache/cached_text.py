@@ -57,11 +57,11 @@ class CachedText:
             ArgumentError: as `PrefixCache.text`.
         """
         try:
-            if isinstance(tokens, bytes | bytearray):  # of which an array takes eight for a number
-                raise TypeError(type(tokens).__name__)
-            is_one = isinstance(tokens, array) and tokens.typecode == "q"
-            longs = tokens if is_one else array("q", tokens)
-            self._data += memoryview(longs).cast("B")  # type: ignore[arg-type]
+            if not isinstance(tokens, array) or tokens.typecode != "q":
+                if isinstance(tokens, bytes | bytearray):  # of which an array takes eight for a number
+                    raise TypeError(type(tokens).__name__)
+                tokens = array("q", tokens)
+            self._data += memoryview(tokens).cast("B")
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
         # Blocks that it may take. Its last token is in none: that one is always computed.

@@ -258,6 +258,10 @@ class IdleBlocks:
         if self._refused:
             for block in filter(self._refused.__contains__, blocks):
                 del self._refused[block]
+        newest = len(self._order) - len(blocks)
+        if self._order[newest:] == list(reversed(blocks)):  # left last, as what a text has that comes again
+            del self._order[newest:]
+            return
         self._stale.update(blocks)
         if len(self._order) - self._first > 2 * self._num_unpinned + _MOST_STALE:
             self._order, self._first, self._stale = self._in_order(), 0, Counter()

@@ -167,7 +167,7 @@ def test_requests_that_are_cancelled_in_the_middle(model: Any, requests: Any, wa
     ended: set[int] = set()
     while generator.has_unfinished:
         if rng.random() < 0.3 and len(ended) < 5 and generator.scheduler.running:
-            victim = rng.choice(generator.scheduler.running).request_id
+            victim = rng.choice(list(generator.scheduler.running)).request_id
             generator.cancel(victim)
             ended.add(victim)
         for event in generator.step():

@@ -96,7 +96,7 @@ class Scheduler:
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.max_running = max_batch_size
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.running: dict[Sequence, None] = {}  # as a set in order, oldest first: one leaves by O(1)
         self.preemptions, self.swapped, self.budget = 0, 0, budget
         self.queue = LatencyHistogram()
         self._one_prompt_per_step, self._mixes, self._buckets = one_prompt_per_step, mixes, tuple(buckets)
@@ -109,7 +109,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is, and free its blocks."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            del self.running[sequence]
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.blocks.release(sequence)
@@ -117,18 +117,19 @@ class Scheduler:
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Start over with ``sequences``, whatever was half done: all of them wait, and none holds
         blocks."""
-        self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
+        self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), {}
         self.blocks.reset(self.waiting)
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
-        step, budget, asking = Schedule(), -1, self._asking()
-        step.decodes += filterfalse(set(asking).__contains__, self.running)
+        step, budget, asking, decodes = Schedule(), -1, self._asking(), self.running.copy()
+        for sequence in asking:
+            del decodes[sequence]
         if self.waiting:
             asking += self._admit(asking)
         # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
         begun = [sequence for sequence in asking if sequence.row is not None or self.blocks.begin(sequence)]
-        if not begun and not step.decodes:
+        if not begun and not decodes:
             begun = [s for s in asking if s.arrival is not None and self.blocks.arrived(s, waits=True)]
         if begun:
             step.room = self._room()
@@ -137,7 +138,7 @@ class Scheduler:
                 continue  # meanwhile, to make room for an older one
             if sequence.decodes:
                 if self._reserve(sequence, self._lacks(sequence), step):
-                    step.decodes.append(sequence)
+                    decodes[sequence] = None
             else:
                 budget = self._prompt_tokens(asking, step) if budget < 0 else budget
                 count = min(sequence.remaining, budget, self._max_query_len)
@@ -148,10 +149,10 @@ class Scheduler:
                     budget = 0 if self._one_prompt_per_step else budget - count
         self._give(step)
         if step.put_back:
-            step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
             step.chunks = [(one, count) for one, count in step.chunks if one not in step.put_back]
-        if any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in asking):
-            self._look_ahead(step)
+        step.decodes += filterfalse(step.put_back.__contains__, decodes) if step.put_back else decodes
+        if self.lookahead and step.blocks_added and not self.waiting:
+            self._look_ahead(step, asking)
         if self.prefixes is not None and self.prefixes.host is not None:
             self.prefixes.host.flush()
         return step
@@ -159,7 +160,7 @@ class Scheduler:
     def _asking(self) -> list[Sequence]:
         """The running requests but those whose blocks are known to hold the next step: most of a large batch,
         which cost no call."""
-        return [s for s in self.running if s.row is None or s.has_room_until < s.step_count.most]
+        return [s for s in self.running if s.has_room_until < s.step_count.most or s.row is None]
 
     def _prompt_tokens(self, asking: list[Sequence], step: Schedule) -> int:
         """Prompt tokens of the next step at most; ``asking``: of the running requests, as of `_asking`."""
@@ -198,11 +199,11 @@ class Scheduler:
         return self.pool.num_free - self.pool.num_pinned
 
     def _lacks(self, sequence: Sequence) -> int:
-        """Blocks that a decoding request lacks for the next step; of one with a row also until when it will
-        have them: until then it is not computed again."""
+        """Blocks that a decoding request lacks for the next step; of one with a row also until when it has
+        enough: until then it is not computed again."""
         left = len(sequence.blocks) * self.block_size - self._tokens_ahead(sequence)
         if sequence.row is not None:
-            sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1
+            sequence.has_room_until = sequence.step_count.most + left
         return 0 if left >= 0 else -(left // self.block_size)
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
@@ -219,13 +220,12 @@ class Scheduler:
             tokens = min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
         return self.blocks.missing(sequence, tokens)
 
-    def _look_ahead(self, step: Schedule) -> None:
-        """Blocks for ``lookahead`` more tokens, once a request has used up its own: for all that have used
-        half of theirs."""
-        if not self.lookahead or self.waiting or not step.blocks_added:
+    def _look_ahead(self, step: Schedule, asking: list[Sequence]) -> None:
+        """Blocks for ``lookahead`` more tokens, once a request with a row has used up its own: for all that
+        have used half of theirs. ``asking``: as of `_asking`."""
+        if all(s.row is None or len(s.blocks) <= s.blocks_on_device for s in asking):
             return
-        more, size = list[tuple[Sequence, int]](), self.block_size
-        room = self._unpinned // 2
+        more, room = list[tuple[Sequence, int]](), self._unpinned // 2
         for s in step.decodes:
             if s.row is None or s.has_room_until < s.step_count.most + self.lookahead // 2:
                 tokens = min(len(s.tokens) + s.in_flight + self.ahead + self.lookahead, s.max_len - 1)
@@ -233,10 +233,8 @@ class Scheduler:
                 room -= more[-1][1]
                 if room < 0:
                     return
-        self.blocks.give(more)
-        self._are_ahead = True
-        for s, count in more:
-            s.has_room_until += count * size  # at least: of one that has just asked it is -1
+        self._are_ahead, step.promised = True, more
+        self._give(step)
 
     def _trim(self) -> None:
         """Take back the blocks that were given ahead of need."""
@@ -249,7 +247,7 @@ class Scheduler:
                 self.pool.free(sequence.blocks[need:])
                 del sequence.blocks[need:]
                 sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
-                sequence.has_room_until = -1
+                self._lacks(sequence)
 
     def _admit(self, asking: list[Sequence]) -> list[Sequence]:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more; those
@@ -272,7 +270,7 @@ class Scheduler:
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for
             # it would be one whose tokens in flight were not read.
-            self.running.append(sequence := self.waiting.popleft())
+            self.running[sequence := self.waiting.popleft()] = None
             admitted.append(sequence)
             if sequence.began is None:
                 sequence.began = time.perf_counter()
@@ -289,7 +287,7 @@ class Scheduler:
             step.room = self._room()
             # Never for the oldest alone: `max_len` keeps a request within the pool.
             while missing > step.room:
-                youngest = self.running[-1]
+                youngest = next(reversed(self.running))
                 self._put_back(youngest)
                 step.put_back.append(youngest)
                 step.room = self._room()
@@ -301,13 +299,15 @@ class Scheduler:
 
     def _give(self, step: Schedule) -> None:
         """Give all blocks that were promised, at once: a call for each of a large batch would cost more than
-        the rest of the step."""
+        the rest of the step. Of those that decode `_lacks` was asked in this step."""
         if step.promised:
             self.blocks.give(step.promised)
+            for sequence, count in step.promised:
+                sequence.has_room_until += count * self.block_size
             step.promised, step.blocks_added = [], True
 
     def _put_back(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        del self.running[sequence]
         self.swapped += self.blocks.put_back(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1

@@ -124,7 +124,7 @@ class Sequence:
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
         has_room_until: ``step_count.most`` up to which its blocks hold the next step; -1: it was not looked
-            at since it has a row, or since blocks were taken from it.
+            at since it has a row.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
         prompt_ids: ``prompt`` as a list, once it is made (`list_prompt`).
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.

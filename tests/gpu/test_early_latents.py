@@ -48,7 +48,7 @@ class Steps:
             num_kv_heads=1,
             head_dim=RANK + ROPE,
             head_dim_v=RANK,
-            columns=columns,
+            extra_columns=columns - -(-length // BLOCK),
             **make,
         )
         position = torch.arange(length, device="cuda")

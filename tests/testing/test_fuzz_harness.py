@@ -17,12 +17,12 @@ from fuzz.aims import CASCADE_WIDTHS, PREFILL_WIDTHS
 from fuzz.case import run_case
 from fuzz.configuration import Configuration
 from fuzz.draw import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
+from pool_layouts import strided
 from worker_pool import WorkerPool
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
-from torchpaged.testing.pools import strided
 
 REFERENCE = BACKEND_OPS["reference"]
 CASE: dict[str, Any] = {

@@ -1,11 +1,11 @@
 """Batches for tests of attention: named lengths, shuffled blocks, garbage table tails, NaN in memory that was
 never written.
 
-Part of `torchpaged.testing`, which gives out its names. Where the numbers lie (padding, order,
-offsets): pools.py.
+Part of `torchpaged.testing`, which gives out its names.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchpaged.custom_ops.pools import FP8, KVScales
 from torchpaged.custom_ops.words import repr_of_fields
-from torchpaged.testing.pools import PoolLayout, clone_storage, on_host, paged_pool, strided
 
 GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
 
@@ -76,21 +75,12 @@ class Batch:
     __repr__ = repr_of_fields
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device, strides and gaps included."""
+        """The same batch on another device; heads before slots stay so."""
 
-        def move(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.device == torch.device(device):
-                return value
-            return (
-                value.to(device)
-                if value.is_contiguous() and not value.storage_offset()
-                else clone_storage(value, device)
-            )
+        def move(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
-        moved: dict[str, Any] = {
-            name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
+        return replace(self, **move(vars(self) | {"extras": move(self.extras)}))
 
     def outputs(self, lse: bool = True) -> tuple[Tensor, Tensor | None]:
         """NaN to write into, so that what is not written shows: of q's dtype, bfloat16 where that is fp8, and
@@ -113,7 +103,14 @@ class Batch:
         return (*self.tensors, out, lse), named
 
 
-@on_host
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Whatever torch's default device is, what is made without naming one stands on the CPU."""
+    with torch.device("cpu"):
+        yield
+
+
+@on_host()
 def make_batch(
     spec: BatchSpec,
     *,
@@ -131,12 +128,8 @@ def make_batch(
     alibi: bool = False,
     kv_dtype: torch.dtype | None = None,
     scales: str = "none",
-    layout: PoolLayout | None = None,
-    q_padding: tuple[int, int, int] = (0, 0, 0),
-    columns: int | None = None,
     num_blocks: int | None = None,
     max_query_len: int | None = None,
-    scale: float | None = None,
 ) -> Batch:
     """Random queries over a shuffled, NaN-poisoned pool.
 
@@ -148,27 +141,23 @@ def make_batch(
         device: where all tensors are.
         seed: of the numbers and of the order of the blocks.
         extra_columns: of the block table, beyond what the longest request needs; tails are garbage.
-        heads_first: short for ``layout=PoolLayout(heads_first=True)``.
+        heads_first: the pools lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``.
         sinks: one per head, of ``dtype``, in `Batch.extras`.
         alibi: slopes per head, float32, in `Batch.extras`.
         kv_dtype: of the pools: ``dtype``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         scales: of an fp8 pool, as ``k_scale`` and ``v_scale`` in `Batch.extras`: "none", "one" or
             "per_head"; float32.
-        layout: of both pools.
-        q_padding: numbers between tokens of q, between heads, and before the first.
-        columns: of the block table, instead of ``extra_columns``.
         num_blocks: of the pools; None: four more than are needed.
         max_query_len: what the op is told; None: the longest query.
-        scale: of the scores; None: ``head_dim**-0.5``.
 
     Raises:
-        ValueError: the requests don't fit ``columns``, ``num_blocks`` or ``max_query_len``, or scales without
-            an fp8 pool.
+        ValueError: the requests don't fit ``num_blocks`` or ``max_query_len``, or scales without an fp8
+            pool.
     """
     generator = torch.Generator().manual_seed(seed)
     head_dim_v, kv_dtype = head_dim if head_dim_v is None else head_dim_v, kv_dtype or dtype
     used = [-(-max(n, 0) // block_size) for n in spec.seq_lens]
-    columns = max(1, *used, 1) + extra_columns if columns is None else columns
+    columns = max(1, *used, 1) + extra_columns
     num_blocks = sum(used) + 4 if num_blocks is None else num_blocks
     longest = max(1, *spec.query_lens, 1)
     max_query_len = longest if max_query_len is None else max_query_len
@@ -185,20 +174,13 @@ def make_batch(
     block_table = torch.full((len(spec.seq_lens) + spec.padded_reqs, columns), GARBAGE, dtype=torch.int32)
     for row, blocks in enumerate(ids[: sum(used)].split(used)):
         block_table[row, : used[row]] = blocks.int()
-    layout, sizes = layout or PoolLayout(heads_first=heads_first), (num_blocks, block_size, num_kv_heads)
+    sizes, widths = (num_blocks, block_size, num_kv_heads), (head_dim, head_dim_v)
     k_cache, v_cache = _filled_pools(
-        spec.seq_lens, block_table, sizes, (head_dim, head_dim_v), kv_dtype, layout, generator
+        spec.seq_lens, block_table, sizes, widths, kv_dtype, heads_first, generator
     )
     starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
     num_tokens = int(starts[-1]) + spec.padded_tokens
-    head_stride = head_dim + q_padding[1]
-    q = strided(
-        (num_tokens, num_heads, head_dim),
-        (num_heads * head_stride + q_padding[0], head_stride, 1),
-        dtype,
-        q_padding[2],
-    )
-    q.copy_(torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float32))
+    q = torch.randn(num_tokens, num_heads, head_dim, generator=generator, dtype=torch.float32).to(dtype)
     extras: dict[str, Any] = {}
     if sinks:
         extras["sinks"] = torch.randn(num_heads, generator=generator, dtype=torch.float32).to(dtype)
@@ -207,18 +189,9 @@ def make_batch(
     for name in KVScales._fields if scales != "none" else ():
         count = num_kv_heads if scales == "per_head" else 1
         extras[name] = torch.rand(count, generator=generator, dtype=torch.float32) + 0.25
-    return Batch(
-        spec,
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32),
-        starts,
-        max_query_len,
-        head_dim**-0.5 if scale is None else scale,
-        extras,
-    ).to(device)
+    lens = torch.tensor([*spec.seq_lens, *[0] * spec.padded_reqs], dtype=torch.int32)
+    requests = block_table, lens, starts, max_query_len
+    return Batch(spec, q, k_cache, v_cache, *requests, head_dim**-0.5, extras).to(device)
 
 
 def _filled_pools(
@@ -227,17 +200,20 @@ def _filled_pools(
     sizes: tuple[int, int, int],
     widths: tuple[int, int],
     dtype: torch.dtype,
-    layout: PoolLayout,
+    heads_first: bool,
     generator: torch.Generator,
 ) -> list[Tensor]:
     """Pools of keys and values of these widths, random where the requests' tokens lie and NaN elsewhere."""
     # numbers can't be put into an fp8 tensor by index
     written = torch.float32 if dtype in FP8 else dtype
-    pools = [paged_pool(*sizes, width, written, layout) for width in widths]
+    num_blocks, block_size, heads = sizes
+    inner = (heads, block_size) if heads_first else (block_size, heads)
+    pools = [torch.full((num_blocks, *inner, width), float("nan"), dtype=written) for width in widths]
+    pools = [pool.transpose(1, 2) for pool in pools] if heads_first else pools
     for row, length in enumerate(max(n, 0) for n in seq_lens):
         position = torch.arange(length)
-        where = (block_table[row, position // sizes[1]].long(), position % sizes[1])
+        where = (block_table[row, position // block_size].long(), position % block_size)
         for pool, width in zip(pools, widths, strict=True):
-            numbers = torch.randn(length, sizes[2], width, generator=generator, dtype=torch.float32)
+            numbers = torch.randn(length, heads, width, generator=generator, dtype=torch.float32)
             pool[where] = numbers.to(written)
-    return pools if dtype == written else [clone_storage(pool, dtype=dtype) for pool in pools]
+    return [pool.to(dtype) for pool in pools]

@@ -1,13 +1,4 @@
-"""What a kernel author needs to prove a backend: the oracle of attention, and error budgets.
-
-    spec = BATCH_SPECS["mixed_small"]
-    batch = make_batch(spec, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    out, lse = run_paged_attention(BACKEND_OPS["triton"], batch, causal=True)
-    assert_attention_close(out, lse, batch, causal=True)
-
-Blocks are shuffled, table tails hold garbage, and every slot that was never written holds NaN, so that a
-kernel which reads what it must not read cannot pass.
-"""
+"""The oracle of attention over a `torchpaged.testing.Batch`, and error budgets."""
 
 from dataclasses import replace
 from typing import Any

@@ -14,8 +14,9 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pool_layouts import PoolLayout
+
 from torchpaged.custom_ops.attention.mask import BlockSparse
-from torchpaged.testing.pools import PoolLayout
 
 if TYPE_CHECKING:
     from fuzz.configuration import Configuration

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pool_layouts import clone_storage, memory_of, moved, strided
 from torch import Tensor
 
 from fuzz.configuration import Configuration
@@ -23,7 +24,6 @@ from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.testing.batches import Batch
 from torchpaged.testing.oracle import assert_within_budget, run_paged_attention
-from torchpaged.testing.pools import clone_storage, memory_of, strided
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up
@@ -241,7 +241,7 @@ class _Runner:
         """Copy a batch to where the captured one was and replay; the first is captured, after a launch
         that compiles."""
         if self._static is None:
-            self._static = (batch.to("cpu").to(self._device), *self._outputs(batch))
+            self._static = (moved(batch, self._device), *self._outputs(batch))
             self._launch(*self._static)
             with self._timed():
                 self._replayed = self._capture(*self._static)

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from torchpaged.testing.pools import PoolLayout
+from pool_layouts import PoolLayout
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from op_inputs.trees import TREE_KINDS, random_parents, words_of
+from pool_layouts import PoolLayout, laid_out, moved
 
 from fuzz.aims import AIMS, hide_blocks
 from fuzz.configuration import Configuration
 from fuzz.shared_prefixes import share_prefixes
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
-from torchpaged.testing.pools import PoolLayout
 
 WIDTHS = (
     (40, 40),
@@ -261,8 +261,10 @@ def random_batch(c: Configuration, index: int, device: torch.device | str = "cpu
     """Batch ``index`` of a configuration."""
     r = random.Random(f"{c.seed}/{index}")
     dtype, kv_dtype = getattr(torch, c.dtype), getattr(torch, c.kv_dtype)
+    spec = random_spec(c, r)
+    used = [-(-n // c.block_size) for n in spec.seq_lens]
     batch = make_batch(
-        random_spec(c, r),
+        spec,
         num_heads=c.num_heads,
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
@@ -272,15 +274,14 @@ def random_batch(c: Configuration, index: int, device: torch.device | str = "cpu
         kv_dtype=kv_dtype,
         scales=c.scales,
         seed=r.randrange(2**31),
-        layout=c.layout,
-        q_padding=c.q_padding,
-        columns=c.columns,
+        extra_columns=c.columns - max(1, *used),
         num_blocks=c.num_blocks,
         max_query_len=c.max_query_len,
-        scale=c.scale,
         sinks=c.sinks != "none",
         alibi=c.alibi,
     )
+    batch = laid_out(batch, c.layout, c.q_padding)
+    batch.scale = batch.scale if c.scale is None else c.scale
     if c.sinks == "float32":
         batch.extras["sinks"] = batch.extras["sinks"].float()
     assert kv_dtype == dtype or kv_dtype in FP8
@@ -298,4 +299,4 @@ def random_batch(c: Configuration, index: int, device: torch.device | str = "cpu
         )
     if c.groups:
         batch = share_prefixes(batch, c.groups, r)
-    return batch.to(device)
+    return moved(batch, device)

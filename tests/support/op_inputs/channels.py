@@ -8,7 +8,7 @@ from torch.nn.functional import softplus
 
 from op_inputs.state import NAN, Rows, assert_op_close, batch_tensors, poisoned, tokens_of
 from torchpaged.custom_ops import BackendOps
-from torchpaged.testing.pools import on_host
+from torchpaged.testing.batches import on_host
 
 #: Sizes: Mamba's states of 16, several tiles of channels, and odd ones; RecurrentGemma's blocks, one of them
 #: wider than a tile, and rows that are no whole number of four; blocks of one channel.
@@ -101,7 +101,7 @@ def _exact_channels(op: str, inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out, "state": state}
 
 
-@on_host
+@on_host()
 def assert_channels_close(ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any]) -> None:
     """`assert_op_close`."""
     exact = _exact_channels(op, inputs)

@@ -9,7 +9,7 @@ from op_inputs.state import NAN, Rows, assert_op_close, batch_tensors, exact_con
 from op_inputs.state_gates import exact_gated_norm, exact_gates
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.state.call import DeltaStepCall
-from torchpaged.testing.pools import on_host
+from torchpaged.testing.batches import on_host
 
 #: Heads of values and of keys, groups of heads in a, b and gate, a head's sizes: as in Qwen3.5 and in
 #: Qwen3-Next, three heads of a key, odd ones.
@@ -122,7 +122,7 @@ def assert_step_close(
     torch.testing.assert_close(inputs["conv_state"].cpu(), want.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
-@on_host
+@on_host()
 def assert_delta_step_close(ops: BackendOps, reference: BackendOps, inputs: dict[str, Any]) -> None:
     """`assert_step_close`."""
     assert_step_close(ops, reference, "delta_step", inputs, exact_delta_step(inputs))

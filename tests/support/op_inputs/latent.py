@@ -8,9 +8,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, pack, unpack
-from torchpaged.testing.batches import Batch, BatchSpec, make_batch
+from torchpaged.testing.batches import Batch, BatchSpec, make_batch, on_host
 from torchpaged.testing.oracle import assert_within_budget
-from torchpaged.testing.pools import on_host
 
 #: As in the fuzz: in float32 nothing hides in which order products are summed.
 _FLOAT32_FACTOR = 6.0
@@ -73,7 +72,7 @@ def run_mla_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Te
     return out, lse
 
 
-@on_host
+@on_host()
 def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options: Any) -> None:
     """``out`` and ``lse`` of a kernel against `paged_attention`'s reference in float64, where the batch is,
     keys and values in pools of their own, within the error budget of the batch's dtype."""
@@ -134,7 +133,7 @@ def selected(batch: Batch, kind: str, top_k: int = 11) -> Tensor:
     return indices.to(torch.int32).to(batch.q.device)
 
 
-@on_host
+@on_host()
 def assert_sparse_close(out: Tensor, lse: Tensor, batch: Batch, indices: Tensor, causal: bool = True) -> None:
     """``out`` and ``lse`` of a kernel with ``indices`` against softmax in float64 on the CPU, one token after
     the other, within the error budget of the batch's dtype. The reference that the budget is made of, which

@@ -13,7 +13,7 @@ from torch import Tensor
 from op_inputs.rope import assert_rope_close
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
-from torchpaged.testing.pools import on_host
+from torchpaged.testing.batches import on_host
 
 #: Shapes and rotations, by families that have them: arguments of `make_latent_writes`.
 LATENT_WRITES: dict[str, dict[str, Any]] = {
@@ -25,7 +25,7 @@ LATENT_WRITES: dict[str, dict[str, Any]] = {
 }
 
 
-@on_host
+@on_host()
 def make_latent_writes(
     *,
     num_tokens: int = 7,

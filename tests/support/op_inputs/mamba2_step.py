@@ -10,7 +10,7 @@ from op_inputs.state import NAN, Rows, batch_tensors, exact_conv, exact_linear, 
 from op_inputs.state_gates import exact_gates
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.state.call import Mamba2StepCall
-from torchpaged.testing.pools import on_host
+from torchpaged.testing.batches import on_host
 
 #: Heads, groups of them, and a head's sizes: as in Granite 4 and Falcon-H1 (states of 256), Nemotron-H's
 #: groups, one head per group, odd ones.
@@ -97,7 +97,7 @@ def exact_mamba2_step(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out, "conv_state": conv_state, "state": state}
 
 
-@on_host
+@on_host()
 def assert_mamba2_step_close(ops: BackendOps, reference: BackendOps, inputs: dict[str, Any]) -> None:
     """`assert_step_close`; the semaphore holds zeros."""
     assert_step_close(ops, reference, "mamba2_step", inputs, exact_mamba2_step(inputs))

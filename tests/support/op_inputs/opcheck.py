@@ -15,11 +15,10 @@ from op_inputs.state_gates import make_gated_norm_inputs, make_gates_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
 from torchpaged import BlockSparse
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.testing.batches import BATCH_SPECS, make_batch
-from torchpaged.testing.pools import on_host
+from torchpaged.testing.batches import BATCH_SPECS, make_batch, on_host
 
 
-@on_host
+@on_host()
 def opcheck_cases(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:

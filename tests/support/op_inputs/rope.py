@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.testing.batches import on_host
 from torchpaged.testing.oracle import assert_within_budget
-from torchpaged.testing.pools import on_host
 
 #: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments
 #: of `make_rope_inputs`.
@@ -31,7 +31,7 @@ ROPE_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@on_host
+@on_host()
 def make_rope_inputs(
     *,
     num_tokens: int = 7,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.testing.batches import on_host
 from torchpaged.testing.oracle import assert_within_budget
-from torchpaged.testing.pools import on_host
 
 NAN = float("nan")
 #: Options of `make_linear_inputs`: gated delta net, Mamba 2, a decay alone, a decay per key with and without
@@ -290,7 +290,7 @@ def assert_op_close(
         assert_within_budget(f"{op} {name}", inputs[name], host[name], want, dtype, times)
 
 
-@on_host
+@on_host()
 def assert_state_close(
     ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any], *budget: Any, **options: Any
 ) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from op_inputs.state import NAN, assert_op_close
 from torchpaged.custom_ops import BackendOps
-from torchpaged.testing.pools import on_host
+from torchpaged.testing.batches import on_host
 
 #: Heads, groups in which they stand together, and numbers per head: as in Qwen3.5, in Qwen3-Next, odd ones.
 #: ``ssd``: as Mamba 2's, whose norm has groups of heads. ``by_key``: a decay for each of ``width`` rows of a
@@ -120,7 +120,7 @@ def exact_gated_norm(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": x / rms * weight * gate}
 
 
-@on_host
+@on_host()
 def assert_gates_close(ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any]) -> None:
     """Run one backend's op against the oracle; a decay next to 1 to the digits of what it lacks of 1."""
     exact = (exact_gates if op == "delta_gates" else exact_gated_norm)(inputs)

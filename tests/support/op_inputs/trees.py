@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.testing.batches import Batch, BatchSpec, make_batch
-from torchpaged.testing.pools import clone_storage, on_host
+from torchpaged.testing.batches import Batch, BatchSpec, make_batch, on_host
 
 #: Kinds of trees that `random_parents` draws.
 TREE_KINDS = ("random", "chain", "star", "deep")
@@ -94,7 +93,7 @@ def make_tree_batch(spec: TreeSpec, **options: Any) -> Batch:
     )
 
 
-@on_host
+@on_host()
 def branches_of(batch: Batch) -> tuple[Batch, Tensor]:
     """Each query token's branch as a request of its own, without a tree.
 
@@ -129,10 +128,9 @@ def branches_of(batch: Batch) -> tuple[Batch, Tensor]:
         block_size=size,
         dtype=cpu.q.dtype,
         kv_dtype=cpu.k_cache.dtype,
-        scale=cpu.scale,
     )
     # numbers can't be put into an fp8 tensor by index
-    own = tuple(clone_storage(pool, dtype=torch.float32) for pool in (alone.k_cache, alone.v_cache))
+    own = tuple(pool.to(torch.float32, copy=True) for pool in (alone.k_cache, alone.v_cache))
     for row, (request, first, path) in enumerate(paths):
         keys = torch.tensor([*range(contexts[request]), *(contexts[request] + token for token in path)])
         at = torch.arange(len(keys))
@@ -142,8 +140,8 @@ def branches_of(batch: Batch) -> tuple[Batch, Tensor]:
             copy[written] = pool[read].float()
         begin = int(alone.query_start_loc[row])
         alone.q[begin : begin + len(path)] = cpu.q[[first + token for token in path]]
-    k_cache, v_cache = (clone_storage(copy, dtype=cpu.k_cache.dtype) for copy in own)
+    k_cache, v_cache = (copy.to(cpu.k_cache.dtype) for copy in own)
     kept = {name: value for name, value in cpu.extras.items() if name != "tree_mask"}
     rows = alone.query_start_loc[1 : len(paths) + 1].long() - 1
-    branches = replace(alone, k_cache=k_cache, v_cache=v_cache, extras=kept).to(batch.q.device)
-    return branches, rows.to(batch.q.device)
+    branches = replace(alone, k_cache=k_cache, v_cache=v_cache, scale=cpu.scale, extras=kept)
+    return branches.to(batch.q.device), rows.to(batch.q.device)

@@ -1,34 +1,18 @@
-"""Tensors whose rows do not follow one another: padded strides, heads before slots, addresses aligned to no
+"""Batches whose rows do not follow one another: padded strides, heads before slots, addresses aligned to no
 more than a number.
 
 What lies between the rows holds NaN, like everything that a test did not write, so that a kernel that strays
 is seen.
 """
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.pools import FP8
-
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-
-def on_host(make: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Whatever torch's default device is, what ``make`` makes without naming one stands on the CPU."""
-
-    @functools.wraps(make)
-    def made(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
-        with torch.device("cpu"):
-            return make(*args, **options)
-
-    return made
+from torchpaged.testing.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -80,12 +64,25 @@ def strided(
     return memory.as_strided(shape, strides, offset)
 
 
-def paged_pool(
-    num_blocks: int, block_size: int, num_kv_heads: int, width: int, dtype: torch.dtype, layout: PoolLayout
-) -> Tensor:
-    """A pool ``[num_blocks, block_size, num_kv_heads, width]`` of NaN in this layout, on the CPU."""
-    strides = layout.strides(block_size, num_kv_heads, width)
-    return strided((num_blocks, block_size, num_kv_heads, width), strides, dtype, layout.offset)
+def laid_out(batch: Batch, layout: PoolLayout, q_padding: tuple[int, int, int]) -> Batch:
+    """A batch on the CPU with its pools in this layout, and ``q_padding`` numbers between tokens of q,
+    between heads, and before the first."""
+    pools = {}
+    for name in ("k_cache", "v_cache"):
+        pool = getattr(batch, name)
+        strides = layout.strides(*pool.shape[1:])
+        pools[name] = strided(tuple(pool.shape), strides, pool.dtype, layout.offset).copy_(pool)
+    num_heads, width = batch.q.shape[1:]
+    head = width + q_padding[1]
+    strides = num_heads * head + q_padding[0], head, 1
+    q = strided(tuple(batch.q.shape), strides, batch.q.dtype, q_padding[2]).copy_(batch.q)
+    return replace(batch, q=q, **pools)
+
+
+def moved(batch: Batch, device: torch.device | str) -> Batch:
+    """A batch on another device, with what lies between the rows; `Batch.to` closes the gaps."""
+    kept = {name: clone_storage(getattr(batch, name), device) for name in ("q", "k_cache", "v_cache")}
+    return replace(batch.to(device), **kept)
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -142,15 +142,9 @@ class DeltaNetPlan(StatePlan):
         mixed = cached.convolve(x, self.conv, mixer.activation, step=rows)
         q, k, v = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
         g, beta = self.gates(step, a, b, mixer.A_log, mixer.dt_bias, beta_scale=beta_scale)
-        out = cached.attend(
-            q.unflatten(-1, (-1, mixer.head_k_dim)),
-            k.unflatten(-1, (-1, mixer.head_k_dim)),
-            v.unflatten(-1, (-1, mixer.head_v_dim)),
-            g,
-            beta,
-            scale=scale,
-            delta_rule=True,
-        )
+        q, k = (each.unflatten(-1, (-1, mixer.head_k_dim)) for each in (q, k))
+        v = v.unflatten(-1, (-1, mixer.head_v_dim))
+        out = cached.attend(q, k, v, g, beta, scale=scale, delta_rule=True)
         return self.normed(step, out.flatten(0, 1), gate)
 
 

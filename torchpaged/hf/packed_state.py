@@ -6,7 +6,6 @@ mixer that `torchpaged.hf.models` knows gets a forward over this layer's `convol
 tokens, and in a `PagedCache` of an attached model, where a row is a request.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,9 @@ from torchpaged.cache import LayerStates
 from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.hf.state_pools import StatePools
 from torchpaged.metadata import AttentionMetadata
+
+#: Of a step's requests, in the words of the ops.
+_ROWS = ("state_slots", "seq_lens", "query_start_loc")
 
 
 class PackedState(StatePools):
@@ -34,24 +36,10 @@ class PackedState(StatePools):
         gave; default: it is called here."""
         weight, bias = _of_conv(conv, x)
         step = self.begin(x, weight.shape[1], x.shape[2]) if step is None else step
-        tokens = tuple(each.flatten(0, 1) for each in (x, *gates))
-        run = partial(self._convolve, options=(weight, bias, activation))
-        return self.over_rows(self.pools.conv_state, run, tokens, x.shape, step).view(x.shape)
-
-    def _convolve(
-        self,
-        tokens: Tensor,
-        *gates: Tensor,
-        options: tuple[Tensor, Tensor | None, str],
-        rows: tuple[Tensor, Tensor, Tensor],
-        max_query_len: int,
-    ) -> Tensor:
-        weight, bias, activation = options
-        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        sizes: dict[str, Any] = {"max_query_len": max_query_len, "activation": activation}
-        sizes |= dict(zip(("in_gate", "out_gate"), gates, strict=False))
-        self._ops.causal_conv(tokens, weight, self.pools.conv_state, *rows, out, bias, **sizes)
-        return out
+        tokens = dict(zip(("x", "in_gate", "out_gate"), (x, *gates), strict=False))
+        pool = {"conv_state": self.pools.conv_state}
+        options = {"weight": weight, "bias": bias, "activation": activation}
+        return self._over_tokens("causal_conv", pool, tokens, "x", step, options)
 
     def attend(
         self,
@@ -66,65 +54,58 @@ class PackedState(StatePools):
     ) -> Tensor:
         """The op ``linear_attention`` over ``[batch, query_len, ...]``, keys normalised with the delta rule;
         ``[batch, query_len, num_heads, value_dim]`` in v's dtype. Behind `convolve` or `begin`."""
-        if self.pools.state is None:
-            self._make_matrices((v.shape[2], q.shape[3], v.shape[3]), v)
-        assert self.pools.state is not None
-        step = self.cache.metadata_of(self, v.shape[0], v.shape[1])
-        given = (q, k, v, g.to(exact_dtype(v.dtype)), *(() if beta is None else (beta,)))
-        tokens = tuple(x.flatten(0, 1) for x in given)
-        run = partial(self._attend, scale=scale, delta_rule=delta_rule)
-        return self.over_rows(self.pools.state, run, tokens, v.shape, step).view(v.shape)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None = None,
-        *,
-        scale: float,
-        delta_rule: bool,
-        rows: tuple[Tensor, Tensor, Tensor],
-        max_query_len: int,
-    ) -> Tensor:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        rule: dict[str, Any] = {"scale": scale, "delta_rule": delta_rule, "normalize": delta_rule}
-        self._ops.linear_attention(
-            q, k, v, g, self.pools.state, *rows, out, beta, max_query_len=max_query_len, **rule
-        )
-        return out
+        tokens = {"q": q, "k": k, "v": v, "g": g.to(exact_dtype(v.dtype))}
+        tokens |= {} if beta is None else {"beta": beta}
+        options = {"scale": scale, "delta_rule": delta_rule, "normalize": delta_rule}
+        sizes = v.shape[2], q.shape[3], v.shape[3]
+        return self._over_matrices("linear_attention", tokens, "v", sizes, options)
 
     def over_channels(
         self, op: str, tokens: dict[str, Tensor], key_dim: int, parameters: dict[str, Tensor]
     ) -> Tensor:
         """The op ``selective_scan`` or ``rg_lru``, whose states have ``key_dim`` numbers per channel;
-        ``[batch, query_len, channels]``. ``tokens``: its arguments ``[batch, query_len, *]``, x first. Behind
+        ``[batch, query_len, channels]``. ``tokens``: its arguments ``[batch, query_len, *]``. Behind
         `convolve`."""
-        x = tokens["x"]
-        if self.pools.state is None:
-            self._make_matrices((x.shape[2], key_dim, 1), x)
-        assert self.pools.state is not None
-        step = self.cache.metadata_of(self, x.shape[0], x.shape[1])
-        run = partial(self._over_channels, op, tuple(tokens), parameters)
-        flat = tuple(each.flatten(0, 1) for each in tokens.values())
-        return self.over_rows(self.pools.state, run, flat, x.shape, step).view(x.shape)
+        return self._over_matrices(op, tokens, "x", (tokens["x"].shape[2], key_dim, 1), parameters)
 
-    def _over_channels(
+    def _over_matrices(
         self,
         op: str,
-        names: tuple[str, ...],
-        parameters: dict[str, Tensor],
-        *tokens: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
-        max_query_len: int,
+        tokens: dict[str, Tensor],
+        like: str,
+        sizes: tuple[int, int, int],
+        options: dict[str, Any],
     ) -> Tensor:
-        given = dict(zip(("state_slots", "seq_lens", "query_start_loc"), rows, strict=True))
-        given |= dict(zip(names, tokens, strict=True)) | parameters
-        out = torch.empty_like(tokens[0], memory_format=torch.contiguous_format)
-        run = getattr(self._ops, op)
-        run(state=self.pools.state, out=out, max_query_len=max_query_len, **given)
-        return out
+        """`_over_tokens` of a request's matrices, of these ``sizes``."""
+        x = tokens[like]
+        if self.pools.state is None:
+            self._make_matrices(sizes, x)
+        assert self.pools.state is not None
+        step = self.cache.metadata_of(self, x.shape[0], x.shape[1])
+        return self._over_tokens(op, {"state": self.pools.state}, tokens, like, step, options)
+
+    def _over_tokens(
+        self,
+        op: str,
+        pool: dict[str, Tensor],
+        tokens: dict[str, Tensor],
+        like: str,
+        step: AttentionMetadata,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """``op`` over a pool and ``tokens [batch, query_len, *]``, by its names of them; a new tensor, of the
+        shape of the one that it is ``like``."""
+        place, launch = list(tokens).index(like), getattr(self._ops, op)
+
+        def run(*each: Tensor, rows: tuple[Tensor, Tensor, Tensor], max_query_len: int) -> Tensor:
+            out = torch.empty_like(each[place], memory_format=torch.contiguous_format)
+            given = dict(zip((*tokens, *_ROWS), (*each, *rows), strict=True))
+            launch(**given, **pool, out=out, max_query_len=max_query_len, **options)
+            return out
+
+        flat, sizes = tuple(x.flatten(0, 1) for x in tokens.values()), tokens[like].shape
+        (state,) = pool.values()
+        return self.over_rows(state, run, flat, sizes, step).view(sizes)
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
         """The op ``gated_rms_norm`` over all of a token's numbers: ``x`` and the result of as many as ``gate

@@ -40,15 +40,10 @@ def gated_delta_net(self: Any, layer: PackedState, hidden_states: Tensor) -> Ten
     mixed = layer.convolve(mixed, self.conv1d, self.activation)
     q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
     beta = b.sigmoid() * (2.0 if getattr(self, "allow_neg_eigval", False) else 1.0)
-    out = layer.attend(
-        q.unflatten(-1, (-1, self.head_k_dim)),
-        k.unflatten(-1, (-1, self.head_k_dim)),
-        v.unflatten(-1, (-1, self.head_v_dim)),
-        -exact(self.A_log).exp() * softplus(exact(a) + self.dt_bias),
-        beta,
-        scale=self.head_k_dim**-0.5,
-        delta_rule=True,
-    )
+    q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
+    v = v.unflatten(-1, (-1, self.head_v_dim))
+    g = -exact(self.A_log).exp() * softplus(exact(a) + self.dt_bias)
+    out = layer.attend(q, k, v, g, beta, scale=self.head_k_dim**-0.5, delta_rule=True)
     is_olmo = hasattr(self, "o_norm")
     norm, project = (self.o_norm, self.o_proj) if is_olmo else (self.norm, self.out_proj)
     layer.complete()
@@ -84,15 +79,8 @@ def mamba2(self: Any, layer: PackedState, hidden_states: Tensor) -> Tensor:
     x = x.unflatten(-1, (self.num_heads, self.head_dim))
     # As prompts have it in transformers, whose single tokens are not clamped.
     dt = exact(softplus(dt + self.dt_bias).clamp(*self.time_step_limit))
-    out = layer.attend(
-        c.unflatten(-1, (self.n_groups, self.ssm_state_size)),
-        b.unflatten(-1, (self.n_groups, self.ssm_state_size)),
-        x,
-        -exact(self.A_log).exp() * dt,
-        dt,
-        scale=1.0,
-        delta_rule=False,
-    )
+    q, k = (x.unflatten(-1, (self.n_groups, self.ssm_state_size)) for x in (c, b))
+    out = layer.attend(q, k, x, -exact(self.A_log).exp() * dt, dt, scale=1.0, delta_rule=False)
     layer.complete()
     out, gate = (exact(out) + self.D[:, None] * exact(x)).flatten(2).flatten(0, 1), gate.flatten(0, 1)
     gated = out * silu(gate) if isinstance(self.norm, Identity) else self.norm(out, gate)
@@ -136,15 +124,8 @@ def kimi_delta(self: Any, layer: PackedState, hidden_states: Tensor) -> Tensor:
     mixed = torch.cat([project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
     mixed = layer.convolve(mixed, self.conv1d, self.activation)
     q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in mixed.chunk(3, dim=-1))
-    out = layer.attend(
-        q,
-        k,
-        v,
-        self.forget_gate(hidden_states),
-        self.b_proj(hidden_states).sigmoid(),
-        scale=self.head_dim**-0.5,
-        delta_rule=True,
-    )
+    g, beta = self.forget_gate(hidden_states), self.b_proj(hidden_states).sigmoid()
+    out = layer.attend(q, k, v, g, beta, scale=self.head_dim**-0.5, delta_rule=True)
     layer.complete()
     is_bailing = hasattr(self, "g_proj")
     gate = self.g_proj(hidden_states) if is_bailing else self.g_b_proj(self.g_a_proj(hidden_states))

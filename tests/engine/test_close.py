@@ -14,6 +14,8 @@ from model_coverage.architectures import model_of
 from torchpaged import ClosedError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach
+from torchpaged.hf.attached import MARK
+from torchpaged.hf.packed_mixers import is_packed, mixers_of
 from torchpaged.model_state import hooks_of
 
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
@@ -302,3 +304,16 @@ def test_a_model_that_was_attached_meanwhile_stays_so(name: str) -> None:
         model.config._attn_implementation,
         [vars(part).get("forward") for part in model.modules()],
     )
+
+
+@pytest.mark.parametrize("engine_first", [True, False])
+def test_forwards_that_two_hold_go_with_the_last(engine_first: bool) -> None:
+    """Of an engine over an attached model, in whatever order they end."""
+    model = model_of("lfm2")
+    before = [vars(part).get("forward") for part in model.modules()]
+    generator = engine(attach(model))
+    for end in (generator.close, lambda: detach(model))[:: 1 if engine_first else -1]:
+        assert all(map(is_packed, mixers_of(model)))
+        end()
+    assert [vars(part).get("forward") for part in model.modules()] == before
+    assert not any(hasattr(part, MARK) for part in model.modules())

@@ -32,12 +32,12 @@ from torchpaged.fuse.report import FusionReport, count_launches
 from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS
-from torchpaged.hf.attached import drop, put_in
+from torchpaged.hf.attached import FUSED, drop, put_in, take_out
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.model_classes import unwrapped
 from torchpaged.hf.packed_mixers import pack_mixer
 from torchpaged.hf.row_refusals import require_new, require_no_weights
-from torchpaged.hf.switch import is_attached, unpack_mixers
+from torchpaged.hf.switch import is_attached
 from torchpaged.model_state import MOVES, ModelState
 
 
@@ -47,7 +47,6 @@ class _Fusion(FusedPart):
     def __init__(self, base: nn.Module, report: FusionReport, rotations: Rotations) -> None:
         self.base, self.report, self.rotations = base, report, rotations
         self.plans: list[LayerPlan] = []
-        self.packed: list[nn.Module] = []  # mixers
         self.changed: list[tuple[nn.Module, str, Any]] = []
         self.ends: Ends
         self.state: ModelState
@@ -151,9 +150,9 @@ def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], r
     for mixer in mixers:
         kind: type[MixerPlan] = LatentPlan if architecture.rotation else AttentionPlan
         if mixer is architecture.state:
-            kind, module = STATE_PLANS[mixer.kind], getattr(layer, mixer.name)
-            if pack_mixer(module):  # now, or the engine's doing so would be a change that steps refuse
-                fusion.packed.append(module)
+            kind = STATE_PLANS[mixer.kind]
+            # now, or the engine's doing so would be a change that steps refuse
+            pack_mixer(getattr(layer, mixer.name), FUSED)
         plans.append(kind(architecture, layer, mixer, taken, rope if mixer in attends else NO_ROTATION))
     plan = LayerPlan(layer, taken, plans)
     fusion.plans.append(plan)
@@ -251,7 +250,7 @@ def unfuse(model: PreTrainedModel) -> None:
         )
     for module, name, _ in fusion.changed:
         delattr(module, name)
-    unpack_mixers(unwrapped(model), fusion.packed)
+    take_out(unwrapped(model), FUSED)
     if is_attached(unwrapped(model)):
         put_in({module: of_few_tokens(module) for module, *_ in fusion.changed})
     for handle in fusion.handles:

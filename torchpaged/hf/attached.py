@@ -1,4 +1,5 @@
-"""Modules of an attached model with functions of ours in the place of their own, on the instance.
+"""Modules with functions of ours in the place of their own, on the instance: of an attached model, and of one
+that an engine runs or that is fused. Who puts one in holds it, and it goes with the last who does.
 
 What a module ran before is kept in a form that copies of the module follow: a bound method kept in a closure
 would run on the original's weights. The config of a model that was given its family's functions is
@@ -9,7 +10,7 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,6 +22,8 @@ from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, fami
 from torchpaged.hf.row_refusals import require_left
 
 MARK = "_torchpaged_own_attention"
+#: Who holds functions.
+ATTACHED, PAGED, FUSED = "attach", "an engine", "fuse"
 #: What a module may keep with it, as long as it is attached: its slopes, whether its latents pass, and, of
 #: the model, `_Given`.
 SLOPES, PASSES, _CONFIG = "_torchpaged_slopes", "_torchpaged_passes", "_torchpaged_given"
@@ -50,23 +53,29 @@ class Replaced:
     Args:
         before: what the instance had there; None: its class's.
         by: the function.
+        holders: of it.
     """
 
-    def __init__(self, before: Any, by: Any) -> None:
-        self.before, self.by = before, by
+    def __init__(self, before: Any, by: Any, holders: Iterable[str] = ()) -> None:
+        self.before, self.by, self.holders = before, by, {*holders}
+
+    def is_in(self, module: Any, name: str) -> bool:
+        """Whether it is there, and nothing was put over it since."""
+        return getattr(vars(module).get(name), "__func__", None) is self.by
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replaced":
-        return Replaced(copy.deepcopy(self.before, memo), self.by)
+        return Replaced(copy.deepcopy(self.before, memo), self.by, self.holders)
 
     def __reduce__(self) -> Any:
-        """Refuse: what is unpickled looks functions up by their names, and would find the class's, which
-        does for products of few tokens alone.
+        """Refuse those of an attached model: what is unpickled looks functions up by their names, and would
+        find the class's, which does for products of few tokens alone.
 
         Raises:
             NotCopyableError: of any other.
         """
-        if self.by in few_tokens.FORWARDS:
-            return Replaced, (None, self.by)
+        of_few_tokens = self.by in few_tokens.FORWARDS
+        if of_few_tokens or ATTACHED not in self.holders:
+            return Replaced, (None, self.by if of_few_tokens else None, self.holders)
         raise NotCopyableError(
             "an attached model whose modules have functions of torchpaged's can't be pickled: call "
             "torchpaged.hf.detach(model) before, and attach what is loaded; copy.deepcopy and "
@@ -149,16 +158,13 @@ def give_functions(model: PreTrainedModel) -> None:
         setattr(model, _CONFIG, _Given.of(config))
 
 
-def give_traceable(model: PreTrainedModel) -> dict[Any, tuple[str, Any]]:
+def give_traceable(model: PreTrainedModel) -> None:
     """Give the modules whose code breaks a trace theirs, as the engine needs them, without attaching the
-    model; returns each with the name of what was replaced, and what it got. One that has a function of its
-    own keeps it."""
-    given = {}
+    model. One that has a function of its own keeps it."""
     for module, made in _other_modules(model).items():
-        if made[0] not in vars(module):
-            given[module] = made[0], types.MethodType(made[1], module)
-            setattr(module, *given[module])
-    return given
+        kept: Replaced | None = vars(module).get(MARK, {}).get(made[0])
+        if made[0] not in vars(module) or (kept is not None and kept.is_in(module, made[0])):
+            put_in({module: made}, PAGED)
 
 
 def was_given_functions(config: Any) -> bool:
@@ -173,23 +179,22 @@ def _by_name(made: Function | Functions | None) -> dict[str, Any]:
     return dict(made if isinstance(made[0], tuple) else [made])
 
 
-def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
-    """Give each module its functions, by the names they have there; None: it needs none."""
+def put_in(functions: Mapping[Any, Function | Functions | None], holder: str = ATTACHED) -> None:
+    """Give each module its functions, by the names they have there; None: it needs none. One that is there
+    gets a holder more, and stays the object that graphs were made with."""
     for module, made in functions.items():
-        by_name = _by_name(made)
-        replaced = {name: Replaced(vars(module).get(name), by) for name, by in by_name.items()}
-        if replaced:
-            setattr(module, MARK, getattr(module, MARK, {}) | replaced)
-        for name, function in by_name.items():
-            if getattr(vars(module).get(name), "__func__", None) is not function:  # engines compare objects
-                setattr(module, name, types.MethodType(function, module))
+        for name, function in _by_name(made).items():
+            held: dict[str, Replaced] = vars(module).setdefault(MARK, {})
+            if name not in held or not held[name].is_in(module, name):
+                held[name] = Replaced(vars(module).get(name), function)
+                if not held[name].is_in(module, name):
+                    setattr(module, name, types.MethodType(function, module))
+            held[name].holders.add(holder)
 
 
-def forget_before(module: Any, name: str) -> None:
-    """What stood in the place of one of ours is not to come back: its class's function does."""
-    kept: Replaced | None = getattr(module, MARK, {}).get(name)
-    if kept is not None:
-        kept.before = None
+def is_held(module: Any, holder: str) -> bool:
+    """Whether a module has a function of this holder's."""
+    return any(holder in kept.holders for kept in vars(module).get(MARK, {}).values())
 
 
 def drop(module: Any, name: str) -> None:
@@ -202,16 +207,10 @@ def drop(module: Any, name: str) -> None:
 
 
 def require_ours(model: PreTrainedModel) -> None:
-    """Refuse to take functions out over which something else was put: what that calls can't be told.
-
-    Raises:
-        ArgumentError: with the first of them.
-    """
+    """Refuse to take functions out over which something else was put: what that calls can't be told."""
     for path, module in model.named_modules():
-        for name, kept in getattr(module, MARK, {}).items():
-            now = vars(module).get(name)
-            is_ours = getattr(now, "__func__", None) is kept.by or few_tokens.takes_few_tokens(module)
-            if now is not None and not is_ours:
+        for name, kept in vars(module).get(MARK, {}).items():
+            if ATTACHED in kept.holders and not _is_free(module, name, kept):
                 raise ArgumentError(
                     "model",
                     "functions as attach() left them",
@@ -221,14 +220,26 @@ def require_ours(model: PreTrainedModel) -> None:
                 )
 
 
-def take_out(model: PreTrainedModel) -> None:
-    """Take the functions out again; what was on the instance before them comes back."""
-    vars(model).pop(_CONFIG, None)
+def _is_free(module: Any, name: str, kept: Replaced) -> bool:
+    """Whether nothing stands in the place of one of ours but itself, or what a pickle made of it."""
+    return vars(module).get(name) is None or kept.is_in(module, name) or few_tokens.takes_few_tokens(module)
+
+
+def take_out(model: PreTrainedModel, holder: str = ATTACHED) -> None:
+    """Take the functions of a holder out again, unless another one holds them; what was on the instance
+    before them comes back."""
+    if holder == ATTACHED:
+        vars(model).pop(_CONFIG, None)
     for module in model.modules():
-        if hasattr(module, MARK):
-            replaced: dict[str, Replaced] = getattr(module, MARK)
-            for own in (MARK, SLOPES, PASSES, *replaced):
+        held: dict[str, Replaced] = vars(module).get(MARK, {})
+        for name, kept in [*held.items()]:
+            kept.holders.discard(holder)
+            if not kept.holders:
+                del held[name]
+                if _is_free(module, name, kept):
+                    vars(module).pop(name, None)
+                    if kept.before is not None:
+                        setattr(module, name, kept.before)
+        if not held:
+            for own in (MARK, SLOPES, PASSES):
                 vars(module).pop(own, None)
-            for name, kept in replaced.items():
-                if kept.before is not None:
-                    setattr(module, name, kept.before)

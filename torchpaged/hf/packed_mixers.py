@@ -5,7 +5,6 @@ The engine gives it to the mixers of its model (`pack_mixers`), `torchpaged.hf.a
 one. With any other cache they run their class's own.
 """
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
 from torchpaged.few_tokens import own_forward
-from torchpaged.hf.attached import MARK, forget_before, was_given_functions
+from torchpaged.hf.attached import PAGED, put_in, was_given_functions
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import PACKED, Function
 from torchpaged.hf.owner import PagedOwner
@@ -75,22 +74,9 @@ def is_packed(module: Any) -> bool:
     return packed is not None and getattr(vars(module).get("forward"), "__func__", None) is packed
 
 
-def pack_mixer(mixer: Any) -> bool:
-    """Give one mixer that forward; whether it had another. One that has it keeps the same object, which
-    graphs were made with."""
-    packs = not is_packed(mixer)
-    if packs:
-        mixer.forward = types.MethodType(PACKED[type(mixer).__name__], mixer)
-    return packs
-
-
-def unpack_mixer(mixer: Any) -> None:
-    """Take it from a mixer that `pack_mixer` gave it; one of a model that was attached since keeps it until
-    `detach`."""
-    if hasattr(mixer, MARK):
-        forget_before(mixer, "forward")
-    elif is_packed(mixer):
-        del mixer.forward
+def pack_mixer(mixer: Any, holder: str) -> None:
+    """Give one mixer that forward, until `take_out` of the ``holder``."""
+    put_in({mixer: ("forward", PACKED[type(mixer).__name__])}, holder)
 
 
 def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
@@ -111,18 +97,22 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
         if layer.index not in known:
             raise layer.unknown()
     for mixer in mixers:
-        if not is_served(mixer):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: a {type(mixer).__name__} has a convolution of another width than "
-                f"{MIN_WIDTH} to {MAX_WIDTH}, or another activation than {' or '.join(ACTIVATIONS)}, which "
-                "packed batches do not take; use generate() with torchpaged.hf.PagedCache"
-            )
-        if own_forward(mixer) is not None and not is_packed(mixer):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: a {type(mixer).__name__} has a forward that another one replaced, "
-                "and packed batches need one of theirs; take the hook out"
-            )
-        pack_mixer(mixer)
+        if why := _why_not(mixer):
+            raise UnsupportedModelError(f"{type(model).__name__}: a {type(mixer).__name__} {why}")
+        pack_mixer(mixer, PAGED)
+
+
+def _why_not(mixer: Any) -> str:
+    """Why a mixer can't have that forward; empty: it can."""
+    if not is_served(mixer):
+        return (
+            f"has a convolution of another width than {MIN_WIDTH} to {MAX_WIDTH}, or another activation than "
+            f"{' or '.join(ACTIVATIONS)}, which packed batches do not take; use generate() with "
+            "torchpaged.hf.PagedCache"
+        )
+    if own_forward(mixer) is not None and not is_packed(mixer):
+        return "has a forward that another one replaced, and packed batches need theirs; take the hook out"
+    return ""
 
 
 def is_served(mixer: Any) -> bool:
@@ -140,10 +130,8 @@ def packed_functions(model: Any) -> dict[Any, Function]:
     forward or a hook that another one put there, or a convolution that the op does not take: its caches keep
     states as transformers does."""
     mixers = mixers_of(model)
-    if not all(map(is_served, mixers)):
-        return {}
     hooked = any(hasattr(part, "_hf_hook") for mixer in mixers for part in mixer.modules())
-    if hooked or any(own_forward(mixer) is not None and not is_packed(mixer) for mixer in mixers):
+    if hooked or any(map(_why_not, mixers)):
         return {}
     return {mixer: ("forward", PACKED[type(mixer).__name__]) for mixer in mixers}
 

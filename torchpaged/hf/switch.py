@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attached import (
-    MARK,
-    forget_before,
+    ATTACHED,
+    PAGED,
     give_functions,
     give_traceable,
+    is_held,
     replace_attention,
     require_ours,
     take_out,
@@ -32,7 +33,6 @@ from torchpaged.hf.attached import (
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
 from torchpaged.hf.model_classes import unwrapped, uses_attention_interface
-from torchpaged.hf.packed_mixers import is_packed, mixers_of, unpack_mixer
 from torchpaged.hf.support import lacks_causal_mask, require_supported
 
 _BEFORE = "_torchpaged_before"
@@ -67,8 +67,6 @@ class _Before:
         self.holders: weakref.WeakSet[Settings] = weakref.WeakSet()
         self.implementations: dict[int, tuple[Any, str]] = {}  # each config, by its id, and what it had
         self.training: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the model may be one of them
-        self.mixers: list[Any] = []
-        self.traceable: dict[Any, tuple[str, Any]] = {}
 
 
 class Settings:
@@ -93,8 +91,7 @@ class Settings:
             if name != NAME or id(config) not in before.implementations:
                 before.implementations[id(config)] = config, name
         before.training.update(module for module in model.modules() if module.training)
-        before.mixers += [module for module in mixers_of(model) if not is_packed(module)]
-        before.traceable |= give_traceable(model)
+        give_traceable(model)
 
     def give_back(self) -> None:
         """Set what was before, or leave that to another object that pages the model; an implementation that
@@ -107,34 +104,15 @@ class Settings:
         del _PAGED[self._model]
         for module in before.training:
             module.training = True
+        take_out(self._model, PAGED)
         if hasattr(self._model, _BEFORE):
             pairs = getattr(self._model, _BEFORE)
             pairs = [before.implementations.get(id(config), (config, name)) for config, name in pairs]
             setattr(self._model, _BEFORE, pairs)
-            for mixer in before.mixers:
-                forget_before(mixer, "forward")
-            for module, (name, _) in before.traceable.items():
-                forget_before(module, name)
             return
         held = {key for other in _PAGED.values() if other.holders for key in other.implementations}
         pairs = [pair for key, pair in before.implementations.items() if key not in held]
         _set([pair for pair in pairs if pair[0]._attn_implementation == NAME])
-        for mixer in filter(is_packed, before.mixers):
-            del mixer.forward
-        for module, (name, given) in before.traceable.items():
-            if vars(module).get(name) is given:
-                delattr(module, name)
-
-
-def unpack_mixers(model: Any, mixers: list[Any]) -> None:
-    """Take from mixers of ``model`` the forward that `pack_mixer` gave them; an object that pages the
-    model needs it until it gives back."""
-    before = _PAGED.get(model)
-    if before is not None and before.holders:
-        before.mixers += mixers
-        return
-    for mixer in mixers:
-        unpack_mixer(mixer)
 
 
 def is_attached(model: PreTrainedModel) -> bool:
@@ -199,7 +177,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         raise ArgumentError(
             "model", "a model that is not attached", "one that is", "call torchpaged.hf.detach(model) first"
         )
-    if any(hasattr(part, _BEFORE) or hasattr(part, MARK) for part in model.modules()):
+    if any(hasattr(part, _BEFORE) or is_held(part, ATTACHED) for part in model.modules()):
         raise ArgumentError(
             "model",
             "a model no part of which is attached, and no part of an attached one",

@@ -16,29 +16,30 @@ _LOG = logging.getLogger("torchpaged.compat")
 _TOLD: set[tuple[str, str]] = set()
 
 
+#: Our words -> FlashAttention's.
+NAMES = {
+    "query_start_loc": "cu_seqlens_q",
+    "max_query_len": "max_seqlen_q",
+    "logits_soft_cap": "softcap",
+    "scale": "softmax_scale",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+}
+
+
 def is_eager() -> bool:
     """Whether arguments are checked: not while a call is traced, as everywhere in torchpaged."""
     return not torch.compiler.is_compiling()
 
 
-def refuse(function: str, fix: str = "", **given: Any) -> None:
-    """Raise for the first argument that was given: one that changes the result, and that no kernel of ours
-    honours."""
+def refuse(function: str, fix: str = "", expected: Any = None, **given: Any) -> None:
+    """Raise for the first argument that was given, or is not as ``expected``: one that changes the result,
+    and that no kernel of ours honours."""
     for name, value in given.items():
-        if value is not None:
+        if isinstance(value, Tensor) or value not in (None, expected):
             text = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ArgumentError(
-                name, f"None ({function} of torchpaged.compat has no kernel that honours it)", text, fix
-            )
-
-
-def check_zero(function: str, **given: float) -> None:
-    """Raise for the first number that is not zero, likewise."""
-    for name, value in given.items():
-        if value:
-            raise ArgumentError(
-                name, f"0 ({function} of torchpaged.compat has no kernel that honours it)", repr(value)
-            )
+            honoured = f"{expected} ({function} of torchpaged.compat has no kernel that honours it)"
+            raise ArgumentError(name, honoured, text, fix)
 
 
 def refuse_invariant_splits(num_splits: int | None) -> None:

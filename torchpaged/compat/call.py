@@ -1,6 +1,5 @@
 """The one call below every function of this package: FlashAttention's conventions met with our op."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,80 +18,57 @@ from torchpaged.functional.arguments import attention_call
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@dataclass
 class PackedCall:
     """Attention of packed queries over pools, in our words, with what FlashAttention knows besides.
 
-    Attributes:
+    Args:
         q: ``[num_tokens, num_heads, head_dim]``, a float dtype, or float8_e4m3fn: computed and returned in
             bfloat16 then.
-        k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
-        v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
-        block_table: ``[num_reqs, max_blocks_per_req]`` int32; block 0 is a block like any other.
-        seq_lens: ``[num_reqs]`` int32.
-        query_start_loc: ``[num_reqs + 1]`` int32.
+        pools: keys and values ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
+        batch: block table ``[num_reqs, max_blocks_per_req]``, where block 0 is a block like any other,
+            lengths ``[num_reqs]`` and query starts ``[num_reqs + 1]``, int32.
         max_query_len: host int, an upper bound.
         options: arguments of `torchpaged.paged_attention`: scale, causal, window_size, logits_soft_cap,
-            alibi_slopes, sinks, k_scale, v_scale, chunk_size.
-        q_descale, k_descale, v_descale: float32 ``[num_reqs, num_kv_heads]``, different for each request. The
-            kernels don't take these: keys' are multiplied into the queries, values' into the output; each is
-            rounded once more to its dtype.
+            alibi_slopes, sinks, chunk_size.
+        descales: of queries, keys and values. The kernels don't take those of queries, nor those that differ
+            between requests: keys' are multiplied into the queries, values' into the output; each is rounded
+            once more to its dtype.
         same_lens: promises that no request has more queries than keys.
+
+    Attributes:
+        q_descale, k_descale, v_descale: float32 ``[num_reqs, num_kv_heads]``, that the kernels don't take.
+
+    Raises:
+        ArgumentError: a descale that does not fit, or one of queries that are not fp8.
     """
 
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    options: dict[str, Any]
-    q_descale: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
-    same_lens: bool = False
-
-    @classmethod
-    def of(
-        cls, *tensors: Tensor, max_query_len: int, options: dict[str, Any], descales: Descales
-    ) -> "PackedCall":
-        """The call of the tensors up to ``query_start_loc``, whose descales of queries, keys and values are
-        with the kernels where these take them.
-
-        Raises:
-            ArgumentError: a descale that does not fit, or one of queries that are not fp8.
-        """
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc = tensors
-        num_reqs, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
-        q_scale, q_each = scale_of("q_descale", descales[0], num_reqs, num_kv_heads, q)
-        k_scale, k_each = scale_of("k_descale", descales[1], num_reqs, num_kv_heads, k_cache)
-        v_scale, v_each = scale_of("v_descale", descales[2], num_reqs, num_kv_heads, v_cache)
+    def __init__(
+        self,
+        q: Tensor,
+        pools: tuple[Tensor, Tensor],
+        batch: tuple[Tensor, Tensor, Tensor],
+        max_query_len: int,
+        options: dict[str, Any],
+        descales: Descales,
+        same_lens: bool = False,
+    ) -> None:
+        self.q, (self.k_cache, self.v_cache), self.same_lens = q, pools, same_lens
+        self.block_table, self.seq_lens, self.query_start_loc = batch
+        sizes = self.seq_lens.shape[0], self.k_cache.shape[2]
+        q_scale, self.q_descale = scale_of("q_descale", descales[0], *sizes, q)
+        k_scale, self.k_descale = scale_of("k_descale", descales[1], *sizes, self.k_cache)
+        v_scale, self.v_descale = scale_of("v_descale", descales[2], *sizes, self.v_cache)
         if q_scale is not None:  # the kernels have no scale of queries
-            q_each = q_scale.expand(num_reqs, num_kv_heads)
-        longest = max(max_query_len, 1) if type(max_query_len) is int else max_query_len
-        scaled = {**options, "k_scale": k_scale, "v_scale": v_scale}
-        return cls(
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            longest,
-            scaled,
-            q_each,
-            k_each,
-            v_each,
-        )
+            self.q_descale = q_scale.expand(*sizes)
+        self.max_query_len = max(max_query_len, 1) if type(max_query_len) is int else max_query_len
+        self.options = {**options, "k_scale": k_scale, "v_scale": v_scale}
 
     def run(self, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Attend. ``out``: ``[num_tokens, num_heads, head_dim_v]`` to write into. Returns it and the LSE
         ``[num_tokens, num_heads]``."""
         q = self._descaled_queries()
-        tensors = (q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc)
         got = paged_attention(
-            *tensors, max_query_len=self.max_query_len, out=out, return_lse=return_lse, **self.options
+            *self._over(q), max_query_len=self.max_query_len, out=out, return_lse=return_lse, **self.options
         )
         result, lse = got if return_lse else (got, None)
         if self._may_overhang():
@@ -101,18 +77,18 @@ class PackedCall:
             result.copy_(result.float() * self._per_token(self.v_descale))
         return result, lse
 
+    def _over(self, q: Tensor) -> tuple[Tensor, ...]:
+        return q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc
+
     def check(self, out: Tensor | None, return_lse: bool) -> None:
         """Refuse now what `run` would refuse: before something is stored."""
         check_sizes(num_heads=self.q.shape[1])
-        q, width = self.q, self.v_cache.shape[3]
-        if self.q.dtype in FP8:
-            q = self.q.to(torch.bfloat16)
+        q, width = self.q.to(torch.bfloat16) if self.q.dtype in FP8 else self.q, self.v_cache.shape[3]
         refuse_grad(q=q, sinks=self.options["sinks"], alibi_slopes=self.options["alibi_slopes"])
-        tensors = (q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc)
         if out is None:
             out = q.new_empty(*q.shape[:2], width)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        call = attention_call(*tensors, out, lse, max_query_len=self.max_query_len, **self.options)
+        call = attention_call(*self._over(q), out, lse, max_query_len=self.max_query_len, **self.options)
         check_paged_attention(call)
         choose_ops(Kind.of(call))
 
@@ -168,17 +144,10 @@ class PackedCall:
         # such a request has fewer keys than queries, hence no more blocks than this
         width = min(self.block_table.shape[1], -(-self.max_query_len // self.k_cache.shape[1]))
         options = {**self.options, "window_size": (-1, -1)}
-        got = paged_attention(
-            q,
-            self.k_cache,
-            self.v_cache,
-            self.block_table[:, :width][request],
-            torch.where(over, seen, 0),
-            torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device),
-            max_query_len=1,
-            return_lse=lse is not None,
-            **options,
-        )
+        own = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        batch = self.block_table[:, :width][request], torch.where(over, seen, 0), own
+        options |= {"max_query_len": 1, "return_lse": lse is not None}
+        got = paged_attention(q, self.k_cache, self.v_cache, *batch, **options)
         extra, extra_lse = got if lse is not None else (got, None)
         out.copy_(torch.where(over[:, None, None], extra, out))
         if lse is not None and extra_lse is not None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from torchpaged.compat.arguments import (
+    NAMES,
     by_their_names,
     check_out,
-    check_zero,
     is_eager,
     note_hints,
     options_of,
@@ -21,18 +21,8 @@ from torchpaged.compat.packed import rows_as_pools
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.functional import write_kv
 
-_NAMES = {
-    "block_table": "page_table",
-    "query_start_loc": "cu_seqlens_q",
-    "seq_lens": "cache_seqlens",
-    "max_query_len": "max_seqlen_q",
-    "logits_soft_cap": "softcap",
-    "scale": "softmax_scale",
-    "chunk_size": "attention_chunk",
-    "k_scale": "k_descale",
-    "v_scale": "v_descale",
-    "slot_mapping": "cache_seqlens",
-}
+_LENS = dict.fromkeys(("seq_lens", "slot_mapping"), "cache_seqlens")
+_NAMES = NAMES | _LENS | {"block_table": "page_table", "chunk_size": "attention_chunk"}
 
 
 def flash_attn_with_kvcache(
@@ -134,29 +124,16 @@ def flash_attn_with_kvcache(
         pack_gqa=pack_gqa,
         sm_margin=sm_margin or None,
     )
-    tokens = CacheTokens(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        rotary_seqlens,
-        cache_seqlens,
-        cache_batch_idx,
-        _one_of("page_table", page_table, "block_table", block_table),
-        cu_seqlens_q,
-        cu_seqlens_k_new,
-        max_seqlen_q,
-    )
+    rotary = rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+    where = cache_seqlens, cache_batch_idx, _one_of("page_table", page_table, "block_table", block_table)
+    rest = *rotary, *where, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q
+    tokens = CacheTokens(q, k_cache, v_cache, k, v, *rest)
     sink_logits = _one_of("sinks", sinks, "s_aux", s_aux)
     options = options_of(
         softmax_scale, causal, window_size, softcap, alibi_slopes, sink_logits, attention_chunk
     )
     if not options["causal"]:
-        check_zero(name, attention_chunk=attention_chunk)
+        refuse(name, expected=0, attention_chunk=attention_chunk)
     if is_eager():
         tokens.check()
     descales = (q_descale, k_descale, v_descale)
@@ -212,18 +189,8 @@ def _packed_call(
             new_k = new_k._replace(x=rotated(new_k, *tables, first, tokens.rotary_interleaved, False))
         new = new_k, new_v
     longest = (tokens.q.shape[1] if tokens.cu_seqlens_q is None else tokens.max_seqlen_q) or 1
-    call = PackedCall.of(
-        packed,
-        k_pool,
-        v_pool,
-        table,
-        seq_lens,
-        queries.starts,
-        max_query_len=longest,
-        options=options,
-        descales=descales,
-    )
-    return call, new, lens
+    batch = table, seq_lens, queries.starts
+    return PackedCall(packed, (k_pool, v_pool), batch, longest, options, descales), new, lens
 
 
 def _store(

@@ -151,18 +151,10 @@ class PackedTokens:
                 expected = "where each request's keys lie, since they are packed"
                 raise ArgumentError("cu_seqlens_k", expected, "None", "or pass block_table and seqused_k")
             k_cache, v_cache, table = packed_pools(self.k, self.v, self.cu_seqlens_k[:-1], self.max_seqlen_k)
-        call = PackedCall.of(
-            self.q,
-            k_cache,
-            v_cache,
-            table,
-            self.lens(),
-            self.cu_seqlens_q,
-            max_query_len=self.max_seqlen_q,
-            options=options,
-            descales=descales,
-        )
-        call.same_lens = self.cu_seqlens_k is self.cu_seqlens_q and self.seqused_k is None
+        batch = table, self.lens(), self.cu_seqlens_q
+        same_lens = self.cu_seqlens_k is self.cu_seqlens_q and self.seqused_k is None
+        pools = k_cache, v_cache
+        call = PackedCall(self.q, pools, batch, self.max_seqlen_q, options, descales, same_lens)
         if out is not None and is_eager():
             check_out(out, self.q, self.v.shape[-1])
         result, lse = call.run(out, return_lse)

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from torchpaged.compat.arguments import (
+    NAMES,
     by_their_names,
-    check_zero,
     is_eager,
     note_hints,
     options_of,
@@ -17,19 +17,7 @@ from torchpaged.compat.packed import PackedTokens
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
-#: Our words -> FlashAttention's.
-_NAMES = {
-    "k_cache": "k",
-    "v_cache": "v",
-    "query_start_loc": "cu_seqlens_q",
-    "seq_lens": "seqused_k",
-    "max_query_len": "max_seqlen_q",
-    "logits_soft_cap": "softcap",
-    "scale": "softmax_scale",
-    "sinks": "s_aux",
-    "k_scale": "k_descale",
-    "v_scale": "v_descale",
-}
+_NAMES = NAMES | {"k_cache": "k", "v_cache": "v", "seq_lens": "seqused_k", "sinks": "s_aux"}
 
 
 def flash_attn_varlen_func(
@@ -127,7 +115,7 @@ def flash_attn_varlen_func(
         "pass return_softmax_lse=True for the LSE",
         return_attn_probs=True if return_attn_probs else None,
     )
-    check_zero(name, dropout_p=dropout_p, cp_rank=cp_rank, cp_world_size=cp_world_size - 1)
+    refuse(name, expected=0, dropout_p=dropout_p, cp_rank=cp_rank, cp_world_size=cp_world_size - 1)
     refuse_invariant_splits(num_splits)
     note_hints(name, scheduler_metadata=scheduler_metadata, num_splits=num_splits or None)
     starts, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)

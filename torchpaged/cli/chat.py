@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from torchpaged.cli.generation_report import begun, grown
 from torchpaged.cli.jsonl import read_lines
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
@@ -67,17 +68,12 @@ def _turns() -> Iterator[str]:
 
 def _answer(generator: Generator, request: int) -> RequestOutput:
     """Print an answer as it comes."""
-    tokens, text = list[int](), ""
-    reason, error = "cancelled", None
+    output = begun(request)
     try:
         for event in generator.stream([request]):
             print(event.text, end="", flush=True)
-            text += event.text
-            if event.token_id is not None:
-                tokens.append(event.token_id)
-            if event.finish_reason:
-                reason, error = event.finish_reason, event.error
+            output = grown(output, event)
     except KeyboardInterrupt:  # between two steps: the engine holds it back within one
         generator.cancel(request)
     print(flush=True)
-    return RequestOutput(request, [], tokens, text, reason, error)
+    return output

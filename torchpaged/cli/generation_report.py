@@ -1,12 +1,25 @@
-"""What ``torchpaged generate`` says of a run: summary, the engine's choices, tables, JSON."""
+"""What ``torchpaged generate`` says of a run: outputs, summary, the engine's choices, tables, JSON."""
 
 import dataclasses
 from typing import Any
 
 from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops.words import counted
-from torchpaged.engine import Generator, RequestOutput
+from torchpaged.engine import Generator, RequestOutput, TokenEvent
 from torchpaged.graphs import bucket_table
+
+
+def begun(request: int) -> RequestOutput:
+    """Of a request that nothing came of yet."""
+    return RequestOutput(request, [], [], "", "cancelled")
+
+
+def grown(output: RequestOutput, event: TokenEvent) -> RequestOutput:
+    """``output`` and what an event brings."""
+    output.token_ids.extend([] if event.token_id is None else [event.token_id])
+    reason = event.finish_reason or output.finish_reason
+    text = output.text + event.text
+    return dataclasses.replace(output, text=text, finish_reason=reason, error=event.error or output.error)
 
 
 def summary(generator: Generator) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from torchpaged.cli.generation_report import begun, grown
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput
 from torchpaged.engine.numbers import shown
@@ -181,9 +182,7 @@ def write_outputs(
     Returns:
         What came out, by request.
     """
-    texts = dict.fromkeys(names, "")
-    tokens: dict[int, list[int]] = {request: [] for request in names}
-    outputs: dict[int, RequestOutput] = {}
+    outputs = {request: begun(request) for request in names}
     columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with (
         open(path, "a", encoding="utf-8") as file,
@@ -191,19 +190,14 @@ def write_outputs(
     ):
         task = bar.add_task("", total=len(names))
         for event in generator.stream():
-            request, reason = event.request_id, event.finish_reason
-            texts[request] += event.text
-            if event.token_id is not None:
-                tokens[request].append(event.token_id)
-            if reason is None:
+            output = outputs[event.request_id] = grown(outputs[event.request_id], event)
+            if event.finish_reason is None:
                 continue
-            name, prompt = names[request]
-            row = {"id": name, "prompt": prompt, "text": texts[request], "token_ids": tokens[request]}
-            row |= {"finish_reason": reason} | ({"error": event.error.reason} if event.error else {})
+            name, prompt = names[event.request_id]
+            row = {"id": name, "prompt": prompt, "text": output.text, "token_ids": output.token_ids}
+            row |= {"finish_reason": output.finish_reason}
+            row |= {"error": output.error.reason} if output.error else {}
             file.write(json.dumps(row) + "\n")
             file.flush()
             bar.advance(task)
-            outputs[request] = RequestOutput(
-                request, [], tokens[request], texts[request], reason, event.error
-            )
-    return {request: outputs[request] for request in names}
+    return outputs

@@ -14,18 +14,7 @@ from torchpaged.backends import get_backend, list_backends
 from torchpaged.custom_ops import native_status
 from torchpaged.custom_ops.variables import VARIABLES
 
-_PACKAGES = (
-    "torchpaged",
-    "torch",
-    "triton",
-    "transformers",
-    "flashinfer-python",
-    "gguf",
-    "nvtx",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-)
+_PACKAGES = "torchpaged torch triton transformers flashinfer-python gguf nvtx numpy safetensors tokenizers"
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
@@ -60,7 +49,7 @@ def collect() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions(_PACKAGES),
+        "packages": versions(_PACKAGES.split()),
         "torch": {"version": torch.__version__, **of_torch()},
         "cpu": {
             "capability": torch.backends.cpu.get_cpu_capability(),

@@ -17,16 +17,7 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-_SAMPLING = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-)
+_SAMPLING = "max_new_tokens temperature top_k top_p min_p repetition_penalty seed ignore_eos"
 
 
 def dtype_named(name: str, flag: str, of_caches: bool = False) -> torch.dtype:
@@ -145,7 +136,7 @@ class Settings:
     @property
     def sampling(self) -> dict[str, Any]:
         """Arguments of `torchpaged.engine.SamplingParams`."""
-        return {name: getattr(self, name) for name in _SAMPLING} | {"stop": tuple(self.stop or ())}
+        return {name: getattr(self, name) for name in _SAMPLING.split()} | {"stop": tuple(self.stop or ())}
 
     def check(self) -> None:
         """Refuse options that can't be read; raises `typer.BadParameter` or `ArgumentError`."""

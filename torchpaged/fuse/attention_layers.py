@@ -103,7 +103,7 @@ class AttentionPlan(MixerPlan):
         if isinstance(cached.owner, PagedCache):
             self.rope.ensure(cached.owner.max_seq_len, q.device)
         positions = step.position_ids.expand(step.shape).reshape(-1)
-        return self.rotate_and_write(step, rows, positions, self.rope.cos_sin, q, k, v)
+        return self.rotate_and_write(step, rows, (positions, self.rope.cos_sin), q, k, v)
 
     # ----------------------------------------------------------------- what another kind of keys has instead
     def empty_states(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
@@ -117,16 +117,10 @@ class AttentionPlan(MixerPlan):
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def rotate_and_write(
-        self,
-        step: Step,
-        rows: AttentionMetadata,
-        positions: Tensor,
-        cos_sin: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        self, step: Step, rows: AttentionMetadata, places: tuple[Tensor, Tensor], *states: Tensor
     ) -> Tensor:
-        """By one op, with the norms of q and k; the rotated q."""
+        """By one op, with the norms of q and k; the rotated q. ``places``: positions and the table."""
+        (q, k, v), (positions, cos_sin) = states, places
         q_out, cached = torch.empty_like(q, memory_format=torch.contiguous_format), step.cached
         pools = cached.keys, cached.values
         # With the mark positions are read early, which a copy of them right in front is not there for.

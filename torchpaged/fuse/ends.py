@@ -138,11 +138,7 @@ class Ends:
             self.require_unchanged()
 
     def require_unchanged(self) -> None:
-        """Refuse a step over weights, modules and forwards that are the model's no longer.
-
-        Raises:
-            ArgumentError: with the first of them.
-        """
+        """Refuse a step over weights, modules and forwards that are the model's no longer."""
         if not torch.compiler.is_compiling():
             self.state.require_unchanged(
                 "fuse() found", "call torchpaged.hf.unfuse(model), then torchpaged.hf.fuse(model) again"

@@ -20,6 +20,7 @@ from torchpaged.model_state import LENGTH_DEPENDENT, hooks_of
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
 PASSES = ("qkv", "rope", "norm", "gate_up", "experts", "lm_head", "embedding")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
@@ -94,12 +95,7 @@ def why_changed(layer: Any) -> str | None:
         return "its weights are of a tensor subclass (quantised or sharded)"
     if len({(p.dtype, p.device) for p in weights}) != 1:
         return "its weights differ in dtype or device"
-    if weights[0].is_meta or weights[0].dtype not in (
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    ):
+    if weights[0].is_meta or weights[0].dtype not in _DTYPES:
         return f"its weights are {weights[0].dtype} on {weights[0].device}, which the ops do not take"
     norms = [module for module in layer.modules() if type(module).__name__ == f"{architecture.family}RMSNorm"]
     if any(norm.weight.dtype not in (weights[0].dtype, torch.float32) for norm in norms):

@@ -74,20 +74,14 @@ class LatentPlan(AttentionPlan):
         return [q.unflatten(-1, (-1, self.head_dim)), *latents[:, None].split(self.widths, dim=-1), *gates]
 
     def rotate_and_write(
-        self,
-        step: Step,
-        rows: AttentionMetadata,
-        positions: Tensor,
-        cos_sin: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        self, step: Step, rows: AttentionMetadata, places: tuple[Tensor, Tensor], *states: Tensor
     ) -> Tensor:
         """See `AttentionPlan`; with the norm of the latents, and the keys' half of kv_b taken into q."""
+        q, k, v = states
         q_out = q.new_empty(*q.shape[:2], sum(self.widths))
         absorbed, options = up_projections(self.mixer, q)[0], {"rotation": self.rotation, **self.kv_norm}
         options["are_query_tokens"] = step.cached.writes_query_tokens(rows)
-        given = (positions, cos_sin, rows.slot_mapping, absorbed, q_out, step.cached.keys)
+        given = (*places, rows.slot_mapping, absorbed, q_out, step.cached.keys)
         step.ops.rope_write_latent(q, k[:, 0], v[:, 0], *given, **options)
         return q_out
 

@@ -120,27 +120,15 @@ class FusionReport:
 
 
 #: Ops that give memory or another view of it, and launch nothing; views are known by their schema.
-_WITHOUT_KERNEL = frozenset(
-    {
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "_unsafe_view",
-        "lift_fresh",
-        "detach",
-        "_local_scalar_dense",
-        "is_same_size",
-        "sym_size",
-        "item",
-    }
+_WITHOUT_KERNEL = (
+    "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh detach "
+    "_local_scalar_dense is_same_size sym_size item"
 )
 
 
 def launches_kernel(func: Any) -> bool:
     """Whether an op writes or makes numbers, by its schema: views and allocations do not."""
-    if func.namespace == "aten" and func._schema.name.split("::")[1] in _WITHOUT_KERNEL:
+    if func.namespace == "aten" and func._schema.name.split("::")[1] in _WITHOUT_KERNEL.split():
         return False
     returns = func._schema.returns
     return not (returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns))
@@ -171,6 +159,7 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
         cache = StepCache(config, Limits(num_blocks=2, block_size=16), 16, "auto")
         pack_mixers(model, cache.states)
     except UnsupportedModelError:
+        settings.give_back()
         return None
     step, counting = cache.padding_step(model.device), _Counting()
     handles = []

@@ -86,20 +86,9 @@ def paged_attention_forward(
     # mask is asked of a cache for cross attention.
     crosses = masks.causal is None and not causal
     causal = causal if masks.causal is None else masks.causal
-    call = LayerCall(
-        module,
-        query,
-        key,
-        value,
-        causal,
-        window,
-        softcap,
-        sinks,
-        alibi_slopes,
-        scaling,
-        kwargs.get("indices"),
-        kwargs.get("absorbed", False),
-    )
+    latents = kwargs.get("indices"), kwargs.get("absorbed", False)
+    options = causal, window, softcap, sinks, alibi_slopes, scaling, *latents
+    call = LayerCall(module, query, key, value, *options)
     # T5's cross attention has no bias, and comes with zeros for one.
     unbiased = crosses and getattr(module, "has_relative_attention_bias", None) is False
     _refuse(layer, call, dropout, None if unbiased else position_bias, kwargs)

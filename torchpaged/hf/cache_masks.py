@@ -247,12 +247,7 @@ class CacheMasks:
         self._kinds |= {kind for kind in kinds if kind.causal == self.causal}
 
     def require_kind(self, layer: PagedLayer, window: int | None) -> None:
-        """Refuse a layer whose window or chunk is in none of the masks that the model asked for.
-
-        Raises:
-            UnsupportedModelError: the model's masks and its layers do not agree, so that one of them would be
-                dropped.
-        """
+        """Refuse a layer whose window or chunk is in none of the masks that the model asked for."""
         if self._kinds and MaskKind(bool(self.causal), window, layer.chunk) not in self._kinds:
             raise UnsupportedModelError(
                 f"{self._name}: layer {layer.index} attends with window {window} and chunk {layer.chunk}, "

@@ -14,7 +14,7 @@ from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
 from torchpaged.hf.kv_scales import Scales
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.row_states import describe_states
+from torchpaged.hf.state_pools import describe_states
 from torchpaged.hf.template import HybridPagedLayer, PackedHybridLayer
 
 
@@ -96,11 +96,7 @@ def latents_not_of(layers: Iterable[PagedLayer], kv_dtype: torch.dtype) -> set[s
 
 
 def require_use_cache(config: Any) -> None:
-    """Refuse a text config by whose default generate() runs its model without a cache.
-
-    Raises:
-        ArgumentError: it has ``use_cache=False``.
-    """
+    """Refuse a text config by whose default generate() runs its model without a cache."""
     if config.use_cache is False:
         raise ArgumentError(
             "use_cache",

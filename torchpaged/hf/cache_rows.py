@@ -14,17 +14,10 @@ from torch import Tensor, nn
 from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
+from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
+from torchpaged.custom_ops.words import counted
 from torchpaged.hf.query_starts import QueryStarts
-from torchpaged.hf.row_table import (
-    RingTable,
-    RowTable,
-    assert_fits,
-    incomplete,
-    other_rows,
-    several_devices,
-    too_few_blocks,
-    too_long,
-)
+from torchpaged.hf.row_table import ANOTHER_PROMPT, RingTable, RowTable, assert_fits, incomplete, other_rows
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
 
@@ -132,18 +125,26 @@ class CacheRows:
         self.ready = True
 
     def require_device(self, name: str, device: torch.device) -> None:
-        """Refuse a layer whose keys lie elsewhere than the rows' tables and lengths.
-
-        Raises:
-            UnsupportedModelError: model ``name`` is spread over several devices.
-        """
+        """Refuse a layer whose keys lie elsewhere than the rows' tables and lengths."""
         if device != self._device:
-            raise several_devices(name, self._device, device)
+            raise UnsupportedModelError(
+                f"{name}: its layers lie on {self._device} and {device} (device_map), and a PagedCache keeps "
+                "its tables and lengths on one; load the model on one device, or use "
+                "DynamicCache(config=model.config)"
+            )
 
     def _require_blocks(self, batch: int, more: int) -> None:
         """``more`` for each row. Say which number to raise, before the pool says only that it is empty."""
-        if batch * more > self.pool.num_free:
-            raise too_few_blocks(self.pool, batch, more, self.blocks_per_row, self.max_seq_len)
+        pool, full = self.pool, batch * self.blocks_per_row
+        if batch * more > pool.num_free:
+            raise BlockPoolExhaustedError(
+                batch * more,
+                pool.num_free,
+                pool.num_usable,
+                f"{counted(batch, 'row')} of max_seq_len={self.max_seq_len} take {full} blocks and the null "
+                f"block if they share none: build the PagedCache with num_blocks={full + 1}, or without "
+                "num_blocks",
+            )
 
     def _cover(self) -> None:
         """The rows have other numbers of blocks than before: how many tokens of each have room."""
@@ -295,7 +296,13 @@ class CacheRows:
         if exact or self._bound + query_len > self._covered:
             self._bound = int(self.total) if self.ready else 0
         if self._bound + query_len > self.max_seq_len:
-            raise too_long(self._bound + query_len, self.max_seq_len, self.ready and query_len > 1)
+            again = f"; {ANOTHER_PROMPT}" if self.ready and query_len > 1 else ""
+            raise ArgumentError(
+                "max_seq_len",
+                f"room for {self._bound + query_len} tokens per row (padding included)",
+                str(self.max_seq_len),
+                f"build a PagedCache with a larger max_seq_len, or generate fewer tokens{again}",
+            )
         if self._bound + query_len > self._covered:
             self._grow(self._bound + query_len)
         self._bound += query_len

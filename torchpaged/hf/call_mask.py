@@ -132,11 +132,7 @@ class CallMask:
 
     def require_forward(self, batch: int, query_len: int) -> None:
         """Refuse another forward of the paged cache than the one that the mask was made for, or its last
-        queries.
-
-        Raises:
-            UnsupportedModelError: it is another one.
-        """
+        queries."""
         of, rows = self.prompt, self.rows
         assert rows is not None
         first = rows.first_position(of.length)

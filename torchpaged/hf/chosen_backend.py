@@ -175,11 +175,7 @@ class ChosenBackend:
 
     def refuse(self, layer: Any, call: AttentionCall) -> None:
         """Refuse a call that the backend does not declare, where nothing is chosen any more: in a trace, and
-        for what the batch brings.
-
-        Raises:
-            BackendUnavailableError: with all reasons.
-        """
+        for what the batch brings."""
         kind = self._kind(layer, call)
         uses = [GIVEN[name] for name in kind.given]
         used = features_used(uses, kind.causal, kind.window_size, kind.logits_soft_cap, kind.chunk_size)

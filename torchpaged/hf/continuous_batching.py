@@ -170,11 +170,7 @@ def register_continuous_batching(batches: Callable[[], Any]) -> None:
 
 
 def _require_batchable(model: Any) -> None:
-    """Refuse models to which transformers' continuous batching gives wrong tokens, whatever attends.
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
+    """Refuse models to which transformers' continuous batching gives wrong tokens, whatever attends."""
     name, model_type = type(model).__name__, getattr(model.config, "model_type", "")
     if has_own_attention(model_type):
         raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")

@@ -109,11 +109,7 @@ def _mask_of_encoder(mask: Tensor | None, batch: int, num_keys: int | None) -> C
 
 
 def require_no_plan(session: Session) -> None:
-    """Refuse a backend that plans: nothing tells it of the queries of cross attention.
-
-    Raises:
-        BackendUnavailableError: it plans.
-    """
+    """Refuse a backend that plans: nothing tells it of the queries of cross attention."""
     if session.plans:
         raise BackendUnavailableError(
             f"backend {session.name!r} plans every batch of queries, and cross attention comes without one; "

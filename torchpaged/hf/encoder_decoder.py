@@ -48,13 +48,8 @@ class CrossPagedCache(PagedCache):
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
     ) -> None:
-        options: dict[str, Any] = {
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "backend": backend,
-            "kv_dtype": kv_dtype,
-            "kv_scales": kv_scales,
-        }
+        options: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "backend": backend}
+        options |= {"kv_dtype": kv_dtype, "kv_scales": kv_scales}
         self._sized, self._made_of = max_encoder_len is not None, (config, max_batch_size, options)
         self._make(1 if max_encoder_len is None else max_encoder_len)
 
@@ -121,12 +116,8 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
     ) -> None:
-        both: dict[str, Any] = {
-            "block_size": block_size,
-            "backend": backend,
-            "kv_dtype": kv_dtype,
-            "kv_scales": kv_scales,
-        }
+        both: dict[str, Any] = {"block_size": block_size, "backend": backend}
+        both |= {"kv_dtype": kv_dtype, "kv_scales": kv_scales}
         super().__init__(
             PagedCache(config, max_batch_size, max_seq_len, dense=dense, **both),
             CrossPagedCache(config, max_batch_size, max_encoder_len, **both),

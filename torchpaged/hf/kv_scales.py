@@ -122,11 +122,7 @@ def _scale(value: Any) -> Tensor:
 
 
 def require_paged(name: str, kinds: set[str]) -> None:
-    """Refuse fp8 pools where keys are gathered, or where a layer keeps something else than keys and values.
-
-    Raises:
-        UnsupportedModelError: with what there is.
-    """
+    """Refuse fp8 pools where keys are gathered, or where a layer keeps more than keys and values."""
     if kinds:
         raise UnsupportedModelError(
             f"{name} cannot have fp8 pools: {', '.join(sorted(kinds))}; leave kv_dtype out"

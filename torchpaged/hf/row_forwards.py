@@ -18,9 +18,9 @@ from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.layer_pools import SET_UP
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.row_changes import RowChanges
-from torchpaged.hf.row_states import keys_like, slots_of_rows
 from torchpaged.hf.row_table import too_many_rows
 from torchpaged.hf.several_calls import choose_rolling
+from torchpaged.hf.state_pools import keys_like, slots_of_rows
 from torchpaged.hf.support import NAME, require_implementation
 from torchpaged.metadata import AttentionMetadata
 

@@ -128,9 +128,6 @@ def require_no_weights(options: Mapping[str, Any]) -> None:
 
     Args:
         options: what the model gave along, as far as it does.
-
-    Raises:
-        ArgumentError: it asks for them.
     """
     if options.get("output_attentions"):
         expected = "False with a PagedCache: paged attention keeps no weights"

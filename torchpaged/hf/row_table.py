@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchpaged.cache import BlockPool, RollingBlocks
+from torchpaged.cache import RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
-from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
 from torchpaged.metadata.host import host_block_table, slots_at
@@ -38,40 +38,6 @@ def other_rows(rows: int, got: int) -> ArgumentError:
         f"{counted(rows, 'row')}, as in this cache's first batch",
         counted(got, "row"),
         "call cache.reset() before another batch",
-    )
-
-
-def several_devices(name: str, rows: torch.device | None, keys: torch.device) -> UnsupportedModelError:
-    """The error of model ``name``, whose layers lie on several devices."""
-    return UnsupportedModelError(
-        f"{name}: its layers lie on {rows} and {keys} (device_map), and a PagedCache keeps its tables and "
-        "lengths on one; load the model on one device, or use DynamicCache(config=model.config)"
-    )
-
-
-def too_few_blocks(
-    pool: BlockPool, rows: int, more: int, blocks_per_row: int, max_seq_len: int
-) -> BlockPoolExhaustedError:
-    """The error of a pool that has not ``more`` blocks for each row."""
-    full = rows * blocks_per_row
-    return BlockPoolExhaustedError(
-        rows * more,
-        pool.num_free,
-        pool.num_usable,
-        f"{counted(rows, 'row')} of max_seq_len={max_seq_len} take {full} blocks and the null block if they "
-        f"share none: build the PagedCache with num_blocks={full + 1}, or without num_blocks",
-    )
-
-
-def too_long(tokens: int, max_seq_len: int, is_prompt: bool) -> ArgumentError:
-    """The error of rows of more tokens than fit; ``is_prompt``: several of them come at once, behind
-    others."""
-    return ArgumentError(
-        "max_seq_len",
-        f"room for {tokens} tokens per row (padding included)",
-        str(max_seq_len),
-        "build a PagedCache with a larger max_seq_len, or generate fewer tokens"
-        + (f"; {ANOTHER_PROMPT}" if is_prompt else ""),
     )
 
 

@@ -180,11 +180,7 @@ class TakesBack:
 
     def require_croppable(self, count: int = 1) -> None:
         """Refuse to take back more tokens than the last forward had, or any if it was not recorded: a state
-        is that of its last token alone.
-
-        Raises:
-            UnsupportedModelError: so it is.
-        """
+        is that of its last token alone."""
         recorded = self.past[0].query_len if self.past else 0
         if count > recorded:
             raise UnsupportedModelError(

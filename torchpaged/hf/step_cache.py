@@ -20,8 +20,8 @@ from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import keeps_nothing
 from torchpaged.hf.packed_state import PackedState
-from torchpaged.hf.row_states import keys_like
 from torchpaged.hf.state_layer import StateLayer
+from torchpaged.hf.state_pools import keys_like
 from torchpaged.hf.support import require_kept_layers
 from torchpaged.hf.template import HybridPagedLayer, PackedHybridLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata

@@ -58,11 +58,7 @@ def require_causal_lm(model: Any) -> None:
 
 
 def require_supported(model: PreTrainedModel) -> None:
-    """Refuse a model that would ignore the attention implementation.
-
-    Raises:
-        UnsupportedModelError: with the model's class and the reason.
-    """
+    """Refuse a model that would ignore the attention implementation."""
     if family_of(model.config.model_type).own_attention:
         raise UnsupportedModelError(
             f"{type(model).__name__} ignores transformers' attention interface: it runs with a PagedCache "
@@ -178,11 +174,7 @@ def require_supported_config(config: Any) -> None:
 
 
 def require_keys_of_tokens(config: Any) -> None:
-    """Refuse a model that caches more than keys of its tokens, one per layer, see `Family.caches_others`.
-
-    Raises:
-        UnsupportedModelError: with what else it caches.
-    """
+    """Refuse a model that caches more than keys of its tokens, one per layer, see `Family.caches_others`."""
     text = str(config.get_text_config(decoder=True).model_type)
     others = family_of(text).caches_others
     if others:
@@ -204,9 +196,6 @@ def require_kept_layers(config: Any, layers: Sequence[Any]) -> None:
     Args:
         config: of the text.
         layers: those with pools: of keys and values, latents or states.
-
-    Raises:
-        UnsupportedModelError: there is none.
     """
     if layers:
         return

@@ -105,36 +105,24 @@ class LatentLayer(PagedLayer):
             nope, rope = call.query.split([up_keys.shape[1], self.stored.qk_rope_head_dim], dim=-1)
             absorbed = torch.cat((nope @ up_keys, rope), dim=-1)
         q = by_token(absorbed)
-        made = LatentCall(
-            q,
-            call.key,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            q.new_empty(*q.shape[:2], self.stored.kv_lora_rank),
-            None if call.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32),
-            metadata.max_query_len,
-            call.scale,
-            call.causal,
-            None if call.indices is None else call.indices.flatten(0, 1),
-        )
+        step = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+        out = q.new_empty(*q.shape[:2], self.stored.kv_lora_rank)
+        lse = None if call.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32)
+        indices = None if call.indices is None else call.indices.flatten(0, 1)
+        named: dict[str, Any] = {"max_query_len": metadata.max_query_len, "scale": call.scale}
+        named |= {"causal": call.causal, "indices": indices}
+        tensors = q, call.key, *step, out, lse
         traced = torch.compiler.is_compiling()
         if not traced or self.asked is None:  # else a trace would have a view of the pool
-            self.hold(made.as_attention())
+            self.hold(LatentCall(*tensors, **named).as_attention())
         attend = self.owner.backend.ops.mla_attention
         if not traced and is_profiling():
             attend = ranged_attention(attend, self.index)
-        attend(
-            *made[:7],
-            max_query_len=made.max_query_len,
-            scale=made.scale,
-            causal=made.causal,
-            indices=made.indices,
-        )
-        values = made.out.new_empty(*made.out.shape[:2], up_values.shape[1])
-        self.owner.backend.ops.up_project_values(made.out, up_values, values)
-        if call.sinks is not None and made.lse is not None:  # a logit more in the sum, and no value
-            values = values * torch.sigmoid(made.lse - call.sinks.float())[..., None].to(values.dtype)
+        attend(*tensors, **named)
+        values = out.new_empty(*out.shape[:2], up_values.shape[1])
+        self.owner.backend.ops.up_project_values(out, up_values, values)
+        if call.sinks is not None and lse is not None:  # a logit more in the sum, and no value
+            values = values * torch.sigmoid(lse - call.sinks.float())[..., None].to(values.dtype)
         return values.view(batch, query_len, num_heads, -1)
 
     def _require_attended(self) -> None:
@@ -204,19 +192,10 @@ def _layer(owner: Any, index: int, config: Any, template: Any) -> LatentLayer | 
     return LatentLayer(owner, index, config) if keeps else None
 
 
+_TYPES = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 mistral4 sarvam_mla youtu"
 register_family(
     Family(
-        (
-            "axk1",
-            "deepseek_v2",
-            "deepseek_v3",
-            "glm4_moe_lite",
-            "longcat_flash",
-            "minicpm3",
-            "mistral4",
-            "sarvam_mla",
-            "youtu",
-        ),
+        tuple(_TYPES.split()),
         needs_dense=(
             "expands its cached latents to keys and values before it attends; torchpaged.hf.attach(model) "
             "makes it attend over the latents"

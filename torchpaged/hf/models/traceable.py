@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchpaged.hf.attached import plain_of
-from torchpaged.hf.cache_argument import CACHE, take_cache
+from torchpaged.hf.cache_argument import CACHE, CACHE_NAMES, cache_of
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.support import records_layers
 
@@ -44,47 +44,34 @@ def _places_of_ids(module: Any) -> Function:
 register_family(Family(modules={"M2M100SinusoidalPositionalEmbedding": _places_of_ids}))
 
 
+#: What CTRL's model takes besides its tokens and its cache.
+_NAMES = ("attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "use_cache")
+
+
 def _ctrl(module: Any) -> Function:
     plain = plain_of(module, "forward")
 
-    def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        cache: Any = None,
-        attention_mask: Any = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **options: Any,
-    ) -> Any:
-        cache = take_cache(options) if cache is None else cache
+    def forward(self: Any, input_ids: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        cache, given = cache_of(options), {name: options.get(name) for name in _NAMES}
         traced = torch.compiler.is_compiling() and cache is not None and not self.training
-        known = input_ids is not None and position_ids is not None and token_type_ids is None
+        known = input_ids is not None and not args
+        known = known and given["position_ids"] is not None and given["token_type_ids"] is None
         if not traced or not known or records_layers(self.config, options):
-            return plain(
-                self,
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                token_type_ids=token_type_ids,
-                position_ids=position_ids,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **{CACHE: cache},
-                **options,
-            )
+            return plain(self, input_ids, *args, **options)
+        positions, own = given["position_ids"], (*_NAMES, *CACHE_NAMES)
+        further = {name: value for name, value in options.items() if name not in own}
         embeds = self.w(input_ids)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            attention_mask=given["attention_mask"],
+            position_ids=positions,
             **{CACHE: cache},
         )
-        places = self.pos_encoding.to(device=embeds.device, dtype=embeds.dtype)[position_ids]
+        places = self.pos_encoding.to(device=embeds.device, dtype=embeds.dtype)[positions]
         states = embeds * math.sqrt(self.d_model_size) + places
         for layer in self.h:
-            states = layer(states, layer_past=cache, attention_mask=mask, **options)
+            states = layer(states, layer_past=cache, attention_mask=mask, **further)
         return BaseModelOutputWithPast(last_hidden_state=self.layernorm(states), **{CACHE: cache})
 
     return "forward", forward

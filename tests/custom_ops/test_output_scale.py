@@ -63,11 +63,12 @@ ON_GPU: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "
 @pytest.mark.slow_cases("triton-cpu-*", but_every=4)
 @over("triton", gpu=("triton", "cuda"), spec=SPEC, combined=COMBINED)
 def test_kernels_of_a_gpu(on: Kernels, spec: str, combined: str) -> None:
-    """By the decode kernel, by the prefill kernel, and by both; saturated in one of the calls."""
+    """By the decode kernel, by the prefill kernel, and by both; saturated in one of the calls, which is the
+    only one in the interpreter."""
     (sizes, options), shape = COMBINED[combined], {"head_dim": 32} if on.device == "cpu" else ON_GPU
     batch = make_batch(SPECS[spec], **{"dtype": torch.bfloat16, **shape, **sizes})
     small = 1e-4 if spec == "one_prompt" else 1e-3  # thousands of values average out
-    for scale, padding in ((0.02, (0, 0, 0)), (small, (5, 1, 3))):
+    for scale, padding in ((0.02, (0, 0, 0)), (small, (5, 1, 3)))[on.device == "cpu" :]:
         out, lse = run_e4m3(on.ops, batch, scale, padding, **options)
         assert_e4m3(out, lse, batch, scale, **options)
     assert float(out.float().abs().max()) == 448

@@ -91,6 +91,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("link", ["at once", "late"])
 @pytest.mark.parametrize("policy", ["swap", "recompute", "auto"])
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)

@@ -68,6 +68,7 @@ def test_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_token_does_not_depend_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bits of float32, which are what is left when the result, rounded, is taken away."""
     few_on_host(tmp_path, monkeypatch)

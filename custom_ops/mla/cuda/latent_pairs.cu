@@ -4,7 +4,8 @@
 //
 // Why nothing here waits for ever: squares of keys are filled and released in one order, which is that of the
 // products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
-// them alone; all threads of a pair of CTAs that adds its parts meet twice, and both have some.
+// them alone; all threads of a pair of CTAs that adds its parts meet once behind their last tile, both have
+// some, and who waits for the other CTA's sums does so behind that.
 //
 // Rows of fp8 are converted on their way (latent_pairs_fp8.cuh).
 //
@@ -28,6 +29,7 @@ latent_pairs(const __grid_constant__ Params p) {
     mbarrier_init(shared + Q_FULL_AT, FP8 ? GATHER_THREADS : QUERY_THREADS);
     mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
     mbarrier_init(shared + Q_FIRST_AT, FIRST_THREADS);
+    if (PAIRED) mbarrier_init(shared + PART_AT, 1);
     fence_mbarrier_init();
     if (!FP8) prefetch_tensormap(&p.kv);
   }
@@ -56,10 +58,10 @@ latent_pairs(const __grid_constant__ Params p) {
     }
     if constexpr (PAIRED) {
       Segment s;
-      if (schedule.joined() && Walk(walk).next(s)) {  // with the consumers' join_parts()
+      if (schedule.joined() && Walk(walk).next(s)) {  // with the consumers' finish() and join_parts()
         __syncwarp();
-        meet_cluster<2>();
-        meet_cluster<2>();
+        cluster_arrive_relaxed();
+        cluster_wait();
       }
     }
     return;

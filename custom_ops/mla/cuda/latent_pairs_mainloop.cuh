@@ -25,6 +25,8 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
   int phases;  // of full squares: a bit for each tile of the pair
 
   __device__ __forceinline__ int row(int e) const { return warp * 16 + lane / 4 + e * 8; }
+  // The same, by all lanes, where it is seldom wanted: what follows from it takes no registers elsewhere.
+  __device__ __forceinline__ int row_anew(int e) const { return __shfl_sync(ALL, row(e), lane); }
   __device__ __forceinline__ u32 square_at(int slot, int square) const {
     return shared + slot * TILE_BYTES + square * SQUARE_BYTES;
   }
@@ -123,10 +125,11 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
         for (int i = 0; i < 32; ++i)
           if (!(seen >> (i / 4 * 8 + i % 2) & 1)) x[i] = -INF;
       }
-    } else if ((tile + 1) * TILE_KV > row_of(first_row, s.start, s.query_len, s.seq_len).end) {
+    } else if ((tile + 1) * TILE_KV > s.seq_len - s.query_len + 1) {  // what the first query token sees
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int end = row_of(first_row + row(e), s.start, s.query_len, s.seq_len).end - tile * TILE_KV;
+        const int end =
+            row_of(first_row + row_anew(e), s.start, s.query_len, s.seq_len).end - tile * TILE_KV;
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -310,31 +313,29 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     }
     return true;
   }
-  // The same of two neighbouring parts of a request, with sums as they are. All threads of both meet twice.
+  // The same of two neighbouring parts of a request, with sums as they are.
   __device__ __forceinline__ bool join_parts(float (&sum)[2]) {
     constexpr int STATES_AT = 32 * 128 * 16;  // behind the sums: levels and totals of rows
-    const bool sends = ME != blockIdx.x % 2;
-    meet_cluster<2>();  // no tile is read any more
-    if (sends) {
-      const u32 theirs = mapa(shared, ME);
-#pragma unroll
-      for (int n = 0; n < 32; ++n)
-        st_cluster(theirs + (n * 128 + thread) * 16,
-                   float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]});
+    cluster_arrive_relaxed();
+    cluster_wait();  // no tile is read any more
+    if (ME != blockIdx.x % 2) {
+      const u32 theirs = mapa(shared, ME), told = mapa(shared + PART_AT, ME);
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if (lane % 4 == 0) {
-          st_cluster(theirs + STATES_AT + row(e) * 8, level[e]);
-          st_cluster(theirs + STATES_AT + row(e) * 8 + 4, sum[e]);
-        }
-      __syncwarp();
+        if (lane % 4 == 0) st_async(theirs + STATES_AT + row(e) * 16, {level[e], sum[e], 0.f, 0.f}, told);
+#pragma unroll
+      for (int n = 0; n < 32; ++n)
+        st_async(theirs + (n * 128 + thread) * 16,
+                 {acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]}, told);
+      return false;
     }
-    meet_cluster<2>();
-    if (sends) return false;
+    if (thread == 0) mbarrier_arrive_expect_tx(shared + PART_AT, STATES_AT + ROWS * 16);
+    // arrive: the other CTA's warpgroup, with all bytes, and this thread
+    mbarrier_wait(shared + PART_AT, 0);
     float mine[2], others[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float2 state = *(const float2 *)(memory + STATES_AT + row(e) * 8);
+      const float4 state = load_shared(shared + STATES_AT + row(e) * 16);
       const float now = fmaxf(level[e], state.x);
       mine[e] = exp2_(level[e] - now);
       others[e] = exp2_(state.x - now);
@@ -343,7 +344,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     }
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
-      const float4 x = *(const float4 *)(memory + (n * 128 + thread) * 16);
+      const float4 x = load_shared(shared + (n * 128 + thread) * 16);
       acc[n * 4] = acc[n * 4] * mine[0] + x.x * others[0];
       acc[n * 4 + 1] = acc[n * 4 + 1] * mine[0] + x.y * others[0];
       acc[n * 4 + 2] = acc[n * 4 + 2] * mine[1] + x.z * others[1];
@@ -376,7 +377,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     for (int e = 0; e < 2; ++e) {
       const float sum = both[e];
       if (whole) {
-        const Row r = row_of(row_tile * ROWS + row(e), s.start, s.query_len, s.seq_len);
+        const Row r = row_of(row_tile * ROWS + row_anew(e), s.start, s.query_len, s.seq_len);
         const float by = 1.f / sum;
         if (ME == 0 && lane % 4 == 0) store_lse(p, r, level[e], sum);
         char *to = p.out + (r.token * p.o_token + r.head * p.o_head + ME * COLUMNS + lane % 4 * 8) * 2;

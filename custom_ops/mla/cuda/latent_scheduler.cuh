@@ -134,7 +134,8 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int &group, i
   static_assert(COUNT % 32 == 0 && COUNT / 32 <= 16, "room for the warps' sums");
   [[maybe_unused]] int *const tiles = scan + SCAN_BYTES / 4;
   const int thread = threadIdx.x, lane = thread % 32, each = (p.num_reqs + COUNT - 1) / COUNT,
-            first = min(thread * each, p.num_reqs), last = min(first + each, p.num_reqs);
+            first = min(thread * each, p.num_reqs), last = min(first + each, p.num_reqs),
+            warps = min(COUNT / 32, (p.num_reqs + 31) / 32);  // that have requests
   int count = 0, most = 0, some = 0;  // tiles, those of one request, requests with some
   Lengths mine = {0, 0, 0};           // of the last one
   for (int r = first; r < last; ++r) {
@@ -148,26 +149,28 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int &group, i
   load_and_forget_l1(p.starts + last);
   if (PAIRED && thread < MOST_OWN) tiles[thread] = count;
   int upto = count, upto_some = some;
+  if (__shfl_sync(ALL, thread / 32, 0) < warps) {
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(ALL, upto, step), before_some = __shfl_up_sync(ALL, upto_some, step);
-    if (lane >= step) {
-      upto += before;
-      upto_some += before_some;
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(ALL, upto, step), before_some = __shfl_up_sync(ALL, upto_some, step);
+      if (lane >= step) {
+        upto += before;
+        upto_some += before_some;
+      }
     }
-  }
 #pragma unroll
-  for (int step = 16; step; step /= 2) most = max(most, __shfl_xor_sync(ALL, most, step));
-  if (lane == 31) {
-    scan[thread / 32] = upto;
-    scan[18 + thread / 32] = most;
-    scan[34 + thread / 32] = upto_some;
+    for (int step = 16; step; step /= 2) most = max(most, __shfl_xor_sync(ALL, most, step));
+    if (lane == 31) {
+      scan[thread / 32] = upto;
+      scan[18 + thread / 32] = most;
+      scan[34 + thread / 32] = upto_some;
+    }
   }
   __syncthreads();
   Schedule s = {0, 0, 0, 0, 0, false};
   int requests = 0;
-#pragma unroll
-  for (int warp = 0; warp < COUNT / 32; ++warp) {
+#pragma unroll 1
+  for (int warp = 0; warp < warps; ++warp) {
     if (warp == thread / 32) {
       upto += s.tiles;
       upto_some += requests;
@@ -176,7 +179,8 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int &group, i
     most = max(most, scan[18 + warp]);
     requests += scan[34 + warp];
   }
-  const int few = min(CUT_TILES, (most + ROUND_PARTS - 1) / ROUND_PARTS),
+  const int most_parts = PAIRED ? ROUND_PARTS * 2 : ROUND_PARTS,  // pairs add theirs
+            few = min(CUT_TILES, (most + most_parts - 1) / most_parts),
             fewest = max(MIN_TILES, few), range = max(fewest, (s.tiles + p.groups - 1) / p.groups);
   if (requests * most == s.tiles && s.tiles > 0) {  // all alike: equal parts of requests, or whole ones
     const int whole = (range + most - 1) / most;
@@ -225,7 +229,8 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int &group, i
   }
   s.tiles += requests * s.between;
   if (group < s.groups && s.tiles > 0) {
-    int left = s.begin(group) - (upto - count + (upto_some - some) * s.between);
+    int left = (PAIRED && s.parts > 0 ? group / s.parts * most : s.begin(group)) -
+               (upto - count + (upto_some - some) * s.between);
     if (left >= 0 && left < count + some * s.between) {
       int request = first;
       if (each > 1) mine = lengths_of(p, request);  // one is known: a trip through L2 less
@@ -290,17 +295,21 @@ struct Walk {
 template <int COUNT>
 __device__ __forceinline__ Walk open_walk(const Params &p, int *scan, int &group, Schedule &schedule,
                                          Place &place) {
-  const int cta = blockIdx.x, pair = cta / 2;
-  group = cta / p.row_tiles;
-  schedule = open_schedule<COUNT>(p, group, pair / p.row_tiles * 2 + cta % 2, scan, place);
-  int row_tile = cta - group * p.row_tiles;
-  if (PAIRED && schedule.pairs) row_tile = pair % p.row_tiles;
+  const int cta = blockIdx.x, pair = cta / 2, more = p.row_tiles - 1;  // tiles of 64 rows are one or two
+  group = PAIRED ? cta >> more : cta / p.row_tiles;
+  schedule = open_schedule<COUNT>(p, group, PAIRED ? (pair >> more) * 2 + cta % 2 : 0, scan, place);
+  int row_tile = PAIRED ? cta & more : cta - group * p.row_tiles;
+  if (PAIRED && schedule.pairs) row_tile = pair & more;
   const bool has_work = group < schedule.groups && schedule.tiles > 0;
-  int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
-  if (PAIRED && has_work && schedule.parts > 0) {
-    const int tiles = place.of.tiles(), part = group - schedule.first_group;
-    place.at = tiles * part / schedule.parts;
-    many = tiles * (part + 1) / schedule.parts - place.at;
+  int many = 0;
+  if (PAIRED && schedule.parts > 0) {
+    if (has_work) {
+      const int tiles = place.of.tiles(), part = group - schedule.first_group;
+      place.at = tiles * part / schedule.parts;
+      many = tiles * (part + 1) / schedule.parts - place.at;
+    }
+  } else if (has_work) {
+    many = schedule.begin(group + 1) - schedule.begin(group);
   }
   if (PAIRED) {  // uniform, which spares registers
     many = __shfl_sync(ALL, many, 0);

@@ -22,7 +22,7 @@ PARTS = {
             "tests/custom_ops/test_rope_write_kv.py",
             "tests/custom_ops/triton/test_block_sparse_interpreter.py",
         ],
-        175,
+        165,
         150,
     ),
     "others": (
@@ -45,7 +45,7 @@ PARTS = {
             "tests/custom_ops/test_fuzz.py",
             "tests/custom_ops/test_fp8_writes.py",
         ],
-        500,
+        480,
         300,
     ),
 }

@@ -391,7 +391,10 @@ def triton_launches() -> list[tuple[str, Any]]:
     record("sample_tokens", **make_sampling_inputs([sampled, {}], vocab_size=600))
     record("finish_step", **make_finish_inputs([sampled, {}], vocab_size=600))
     for columns in (5, 64):  # few keys in one part, many in several
-        latents = make_latent_batch(BATCH_SPECS["decode_one"], dtype=torch.bfloat16, columns=columns)
+        latents = make_latent_batch(
+            BATCH_SPECS["decode_one"], dtype=torch.bfloat16, extra_columns=columns - 1
+        )
+        assert latents.block_table.shape[1] == columns
         positions = torch.zeros(len(latents.q), 16 * columns, dtype=torch.int32)
         for options in ({}, {"indices": positions}):
             with launched.recorded() as launches:

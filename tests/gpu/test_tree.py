@@ -8,7 +8,7 @@ import torch
 from as_oracle import assert_as_oracle
 from captured import captured
 from gpus import HOPPER
-from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, tree_spec
+from op_inputs.trees import TREE_SPECS, TreeSpec, branches_of, make_tree_batch, tree_spec
 from test_conformance import no_triton  # noqa: F401
 
 from torchpaged import AttentionMetadata, PagedAttention
@@ -25,6 +25,11 @@ LONG = tree_spec(
     padded_tokens=3,
 )
 SPECS = {**TREE_SPECS, LONG.name: LONG}
+
+
+def _beyond(spec: TreeSpec, columns: int) -> int:
+    """What a table of so many ``columns`` has beyond the blocks of the longest request."""
+    return columns - -(-max(spec.seq_lens) // 16)
 
 
 def _batch(spec: str, heads: str, **options: Any) -> Batch:
@@ -63,7 +68,7 @@ def test_each_token_is_what_its_branch_alone_is(backend: str, spec: str) -> None
 )
 def test_the_cuda_kernels_take_trees(no_triton: Any, spec: str) -> None:  # noqa: F811
     """Decode's up to 8 query tokens, prefill's above."""
-    batch = _batch(spec, "32/8/128", columns=256)
+    batch = _batch(spec, "32/8/128", extra_columns=_beyond(SPECS[spec], 256))
     assert_as_oracle(BACKEND_OPS["cuda"], batch)
 
 
@@ -83,19 +88,23 @@ def test_chains_are_plain_query_tokens_bit_for_bit(backend: str) -> None:
 @pytest.mark.parametrize("count", [5, 40])
 def test_one_graph_serves_all_trees_of_a_bucket(backend: str, count: int) -> None:
     """Lengths, tables and words change between replays; the op is captured once."""
+    specs = [
+        tree_spec(f"tree_{seed}", contexts, ((count, seed, "random"), (count, seed + 9, "deep")))
+        for seed, contexts in enumerate(((500, 500), (0, 77), (33, 410)))
+    ]
     batches = [
         make_tree_batch(
-            tree_spec(f"tree_{seed}", contexts, ((count, seed, "random"), (count, seed + 9, "deep"))),
+            spec,
             dtype=torch.bfloat16,
             device="cuda",
             num_heads=32,
             num_kv_heads=8,
             head_dim=128,
-            columns=40,
+            extra_columns=_beyond(spec, 40),
             num_blocks=100,
             seed=seed,
         )
-        for seed, contexts in enumerate(((500, 500), (0, 77), (33, 410)))
+        for seed, spec in enumerate(specs)
     ]
     static = batches[0].to("cpu").to("cuda")
     metadata = AttentionMetadata(

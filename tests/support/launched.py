@@ -202,3 +202,11 @@ def check(op: str, inputs: dict[str, Any], target: str, **once: int) -> list[Any
     for one in compiled:
         aot.check_spills(one, once.get(one.metadata.name, 0))
     return compiled
+
+
+def check_without_spills(op: str, inputs: dict[str, Any], target: str) -> list[Any]:
+    """As `check`, but none may spill under any Triton, outside of loops neither."""
+    compiled = check(op, inputs, target)
+    for one in compiled:
+        assert aot.resources(one)["spilled"] == 0, one.metadata.name
+    return compiled

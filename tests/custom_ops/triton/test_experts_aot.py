@@ -18,14 +18,6 @@ SIZES = {
 }
 
 
-def check_launches(op: str, inputs: dict[str, Any], target: str) -> list[Any]:
-    """As `launched.check`, but none may spill under any Triton, outside of loops neither."""
-    compiled = launched.check(op, inputs, target)
-    for one in compiled:
-        assert aot.resources(one)["spilled"] == 0, one.metadata.name
-    return compiled
-
-
 @pytest.mark.slow_cases(but=("sm_90-deepseek_v2_lite-*",))
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
 @pytest.mark.parametrize("case", SIZES)
@@ -36,7 +28,7 @@ def test_experts_compile(target: str, case: str, num_tokens: int) -> None:
     def unread(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype)
 
-    check_launches(
+    launched.check_without_spills(
         "apply_experts",
         {
             "x": unread(num_tokens, hidden),
@@ -67,7 +59,7 @@ def test_experts_compile(target: str, case: str, num_tokens: int) -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_route_compiles(target: str, sizes: dict[str, Any]) -> None:
     for weight_dtype in (torch.bfloat16, torch.float32):
-        check_launches(
+        launched.check_without_spills(
             "route_experts",
             make_route_inputs(**sizes, dtype=torch.bfloat16, weight_dtype=weight_dtype),
             target,
@@ -79,7 +71,7 @@ BF16 = torch.bfloat16
 
 def check(op: str, target: str, inputs: dict[str, Any]) -> str:
     """PTX of an op's launch, "" on AMD: no spills, accesses of 16 bytes."""
-    (compiled,) = check_launches(op, inputs, target)
+    (compiled,) = launched.check_without_spills(op, inputs, target)
     assert aot.resources(compiled)["shared"] <= 4096
     if target == "gfx942":
         return ""

@@ -317,3 +317,19 @@ def test_forwards_that_two_hold_go_with_the_last(engine_first: bool) -> None:
         end()
     assert [vars(part).get("forward") for part in model.modules()] == before
     assert not any(hasattr(part, MARK) for part in model.modules())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_module_of_two_models_keeps_its_forward_until_both_are_closed(first: int) -> None:
+    """As of two heads over one backbone: the engine that is closed first leaves the other its forwards."""
+    model = model_of("lfm2").eval()
+    other = type(model)(model.config).eval()
+    other.model, other.lm_head = model.model, model.lm_head
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    engines = [engine(each, graphs=False) for each in (model, other)]
+    want = engines[1 - first].generate([PROMPT], params)[0].token_ids
+    engines[first].close()
+    assert all(map(is_packed, mixers_of(model)))
+    assert engines[1 - first].generate([PROMPT], params)[0].token_ids == want
+    engines[1 - first].close()
+    assert not any(hasattr(part, MARK) or "forward" in vars(part) for part in mixers_of(model))

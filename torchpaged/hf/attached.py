@@ -10,7 +10,7 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -225,12 +225,14 @@ def _is_free(module: Any, name: str, kept: Replaced) -> bool:
     return vars(module).get(name) is None or kept.is_in(module, name) or few_tokens.takes_few_tokens(module)
 
 
-def take_out(model: PreTrainedModel, holder: str = ATTACHED) -> None:
+def take_out(model: PreTrainedModel, holder: str = ATTACHED, but: Container[Any] = ()) -> None:
     """Take the functions of a holder out again, unless another one holds them; what was on the instance
-    before them comes back."""
+    before them comes back. ``but``: modules that keep theirs."""
     if holder == ATTACHED:
         vars(model).pop(_CONFIG, None)
     for module in model.modules():
+        if module in but:
+            continue
         held: dict[str, Replaced] = vars(module).get(MARK, {})
         for name, kept in [*held.items()]:
             kept.holders.discard(holder)

@@ -104,7 +104,8 @@ class Settings:
         del _PAGED[self._model]
         for module in before.training:
             module.training = True
-        take_out(self._model, PAGED)
+        others = [model for model, other in _PAGED.items() if other.holders]
+        take_out(self._model, PAGED, but={module for other in others for module in other.modules()})
         if hasattr(self._model, _BEFORE):
             pairs = getattr(self._model, _BEFORE)
             pairs = [before.implementations.get(id(config), (config, name)) for config, name in pairs]

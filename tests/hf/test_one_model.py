@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_coverage.architectures import model_of
 from models import paged
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchpaged import ArgumentError
@@ -56,6 +56,26 @@ def test_a_copy_goes_on() -> None:
     model = paged()
     cache, further, want = first_turn(model)
     assert torch.equal(copy.deepcopy(model).generate(further, **CALL, past_key_values=cache), want)
+
+
+def test_a_copy_with_an_adapter_goes_on() -> None:
+    """Its weights are one more, which come before the others."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.added, self.base = nn.Parameter(torch.zeros(1, 2)), base
+
+        def forward(self, x: Tensor) -> Tensor:
+            projected: Tensor = self.base(x)
+            return projected + self.added.sum()
+
+    model = paged()
+    cache, further, want = first_turn(model)
+    copied = copy.deepcopy(model)
+    attention = copied.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    assert torch.equal(copied.generate(further, **CALL, past_key_values=cache), want)
 
 
 def test_a_model_that_is_gone_is_not_known() -> None:

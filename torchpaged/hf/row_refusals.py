@@ -97,7 +97,7 @@ def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
 def require_same_model(rows: CacheRows, module: nn.Module) -> None:
     """Refuse a model of the same shape over another one's keys: its tokens would be wrong. Looks once in an
     eager forward, at the first layer's attention; another module with the same weights is a copy, and of
-    other shapes, dtypes or kinds, or without the one before, nothing is known.
+    other names, shapes, dtypes or kinds, or without the one before, nothing is known.
 
     Raises:
         ArgumentError: the weights are others than those of the module that attended before, since the reset.
@@ -108,7 +108,8 @@ def require_same_model(rows: CacheRows, module: nn.Module) -> None:
     first = None if rows.attended_by is None else rows.attended_by()
     if first is module:
         return
-    if first is not None and any(map(_differ, first.parameters(), module.parameters())):
+    before = {} if first is None else dict(first.named_parameters())  # a copy with an adapter has more
+    if any(name in before and _differ(before[name], own) for name, own in module.named_parameters()):
         todo = "give each model a cache of its own, or call cache.reset() before another one"
         expected = "a cache with tokens of this model"
         raise ArgumentError("past_key_values", expected, "one with another's of the same shape", todo)

@@ -139,8 +139,8 @@ def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingPar
 def test_a_prefill_that_fails_loses_no_blocks(
     model: Any, params: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that decode were given blocks in the same step; the next launch must have them, though its step
-    gave none away."""
+    """Rows that decode were given blocks in the same step. All requests begin again, behind each of the first
+    passes; a pass that failed each second time for ever would let none of them come to its end."""
     loop, failures = generator(model), [0]
     seen: dict[int, list[int | None]] = {}
     packed = loop._stepper._packed
@@ -148,8 +148,8 @@ def test_a_prefill_that_fails_loses_no_blocks(
 
     def every_second_fails(*batch: Any) -> Any:
         failures[0] += 1
-        if failures[0] % 2:
-            raise KeyboardInterrupt  # an error would make all of them begin again
+        if failures[0] % 2 and failures[0] < 20:
+            raise KeyboardInterrupt
         return prefill(*batch)
 
     monkeypatch.setattr(packed, "prefill", every_second_fails)

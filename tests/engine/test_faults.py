@@ -2,6 +2,7 @@
 the others get the tokens that they get alone, all blocks come back, nothing hangs, and the engine goes on."""
 
 import errno
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.engine.device import LogitsRows, WholeStepRunner
 from torchpaged.engine.outputs import TextStream
+from torchpaged.engine.sequence import Sequence
 
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 POISON, CULPRIT, ALWAYS = 90, 2, 10**9  # a token of the prompt of request 2 alone
@@ -97,9 +99,20 @@ def at_sampling(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch)
         switch.before(patch, generator.loop.rows, "finish_rows")
 
 
+def before_tokens(
+    generator: Generator,
+    switch: Switch,
+    patch: pytest.MonkeyPatch,
+    about: Callable[..., bool] = lambda *_: True,
+) -> None:
+    """In front of each token, those of a launch among them that are an event and nothing else."""
+    patch.setattr(Sequence, "plain", property(lambda _: range(0), lambda *_: None))
+    switch.before(patch, generator._stepper._acceptor, "accept", about)
+
+
 def at_reading(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     if generator.loop is None:
-        switch.before(patch, generator._stepper._acceptor, "accept")
+        before_tokens(generator, switch, patch)
     else:
         switch.before(patch, generator.loop.launches, "collect")
 
@@ -137,9 +150,7 @@ def at(owner: Callable[[Any], Any], name: str, *about: Callable[..., bool]) -> C
 
 
 #: Behind a decode step.
-at_third_token = at(
-    lambda g: g._stepper._acceptor, "accept", lambda s, *_: is_culprit(s) and s.num_output == 2
-)
+at_third_token = functools.partial(before_tokens, about=lambda s, *_: is_culprit(s) and s.num_output == 2)
 at_scheduling = at(lambda g: g.scheduler, "schedule")
 at_blocks = at(lambda g: g.pool, "allocate")
 #: In the middle of a plan, behind others that got theirs.
@@ -348,7 +359,7 @@ def test_two_that_fail_among_samples_that_share_blocks(
 
     with generator, monkeypatch.context() as patch:
         switch = Switch(BOOM, ALWAYS)
-        switch.before(patch, generator._stepper._acceptor, "accept", about)
+        before_tokens(generator, switch, patch, about)
         switch.is_on = True
         outputs = run(generator, list(flat), list(params))
         assert [output.finish_reason == "error" for output in outputs] == [
@@ -376,7 +387,7 @@ def test_it_is_the_request_of_another_call(
         found = [next(stream)]
         switch = Switch(BOOM, ALWAYS)
         switch.is_on = True
-        switch.before(patch, generator._stepper._acceptor, "accept", is_culprit)
+        before_tokens(generator, switch, patch, is_culprit)
         gone = generator.submit(PROMPTS[1], EACH[1])
         while generator._stepper._bisection is None:
             generator.step()

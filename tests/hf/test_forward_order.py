@@ -173,7 +173,9 @@ def test_pools_made_ahead_and_a_forward_that_raised() -> None:
         cache.update(states, states, 0)
 
 
-@pytest.mark.parametrize("other", ["more layers", "other heads", "other width", "other dtype"])
+@pytest.mark.parametrize(
+    "other", ["more layers", "fewer layers", "other heads", "other width", "other dtype"]
+)
 @torch.no_grad()
 def test_a_cache_that_is_another_models(other: str) -> None:
     """Refused by a typed error that says what to do; the cache goes on with its own model as if nothing
@@ -184,6 +186,7 @@ def test_a_cache_that_is_another_models(other: str) -> None:
             **model.config.to_dict(),
             **{
                 "more layers": {"num_hidden_layers": model.config.num_hidden_layers + 1},
+                "fewer layers": {"num_hidden_layers": model.config.num_hidden_layers - 1},
                 "other heads": {"num_key_value_heads": 1},
                 "other width": {"head_dim": 2 * model.config.head_dim},
                 "other dtype": {},

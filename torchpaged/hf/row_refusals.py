@@ -95,7 +95,7 @@ def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def require_same_model(rows: CacheRows, module: nn.Module) -> None:
-    """Refuse a model of the same shape over another one's keys: its tokens would be wrong. Looks once in an
+    """Refuse another model over one's keys of the same shape: its tokens would be wrong. Looks once in an
     eager forward, at the first layer's attention; another module with the same weights is a copy, and of
     other names, shapes, dtypes or kinds, or without the one before, nothing is known.
 
@@ -110,6 +110,13 @@ def require_same_model(rows: CacheRows, module: nn.Module) -> None:
         return
     before = {} if first is None else dict(first.named_parameters())  # a copy with an adapter has more
     if any(name in before and _differ(before[name], own) for name, own in module.named_parameters()):
+        here, there = (
+            getattr(getattr(each, "config", None), "num_hidden_layers", None) for each in (module, first)
+        )
+        if here != there:  # a reset would not help
+            todo = "make a new PagedCache of the model's config"
+            expected = f"a PagedCache of this model's {here} layers"
+            raise ArgumentError("past_key_values", expected, f"one of another's {there}", todo)
         todo = "give each model a cache of its own, or call cache.reset() before another one"
         expected = "a cache with tokens of this model"
         raise ArgumentError("past_key_values", expected, "one with another's of the same shape", todo)

@@ -2,7 +2,7 @@
 
     buffers = PackedBuffers([64, 512], max_num_reqs=8, max_blocks_per_req=128, block_size=16, device="cuda")
     batch = PackedBatch(input_ids, [7, 30], [7, 95], [[1], [2, 3, 4, 5, 6, 7]], logits_indices=[6])
-    buffers.check(batch, padded_to=64)  # refuses what does not fit; `put` looks at nothing
+    buffers.check(batch, padded_to=64)  # `put` looks at nothing
     buffers.put(batch, padded_to=64)
     input_ids, metadata, logits_indices = buffers.view(64)
 
@@ -115,7 +115,7 @@ class PackedBuffers(StepBuffers):
         return 0 < num_reqs <= self.max_num_reqs and 0 < num_tokens <= self.buckets[-1]
 
     def put(self, batch: PackedBatch, padded_to: int) -> None:
-        """Put a batch that `check` let pass into the tensors of the bucket ``padded_to``; nothing waits for it."""
+        """Put a batch that `check` let pass into the bucket ``padded_to``; nothing waits for it."""
         trees = (batch.tree_parents or [None] * len(batch.query_lens)) if self.trees else None
         numbers = host_numbers(batch.query_lens, batch.seq_lens, batch.block_tables, self.block_size, trees)
         numbers["input_ids"] = batch.input_ids

@@ -148,13 +148,16 @@ def token_out_kernel(
         tl.extra.cuda.gdc_wait()
     k = tl.arange(0, SIZES.inner_pad)
     total = tl.zeros([ROWS], tl.float32)
-    w, real = _rows_of(down, ids_ptr, 0, row, k, num_experts, INNER)
+    if PDL:  # the shared expert's weights came before the wait; without PDL both together spill on sm_80
+        w, real = _rows_of(down, ids_ptr, 0, row, k, num_experts, INNER)
     if SHARED > 0:
         total += _product(of_shared, tl.load(inner_ptr + TOP_K * INNER + s, mask=s < SHARED, other=0.0))
-        if shared_gate_ptr is not None:
-            d = tl.arange(0, SIZES.hidden_pad)
-            g = tl.load(shared_gate_ptr + d, mask=d < HIDDEN, other=0.0).to(tl.float32)
-            total *= tl.sigmoid(tl.sum(g * tl.load(x_ptr + d, mask=d < HIDDEN, other=0.0).to(tl.float32), 0))
+    if not PDL:
+        w, real = _rows_of(down, ids_ptr, 0, row, k, num_experts, INNER)
+    if shared_gate_ptr is not None:
+        d = tl.arange(0, SIZES.hidden_pad)
+        g = tl.load(shared_gate_ptr + d, mask=d < HIDDEN, other=0.0).to(tl.float32)
+        total *= tl.sigmoid(tl.sum(g * tl.load(x_ptr + d, mask=d < HIDDEN, other=0.0).to(tl.float32), 0))
     for j in tl.static_range(TOP_K):
         if j + 1 < TOP_K:  # asked for ahead of the product before
             w_next, real_next = _rows_of(down, ids_ptr, j + 1, row, k, num_experts, INNER)

@@ -6,8 +6,9 @@ import ctypes
 import gc
 import itertools
 import re
+import shutil
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,35 +156,45 @@ def compiled(
             text = text.replace("char *memory = cta_memory();", "char *shared = cta_memory();")
             text = _ARRAY.sub(lambda m: _in_memory(m, next(arrays)), text)
         text = text.replace("__shared__", "SHARED_ARRAY")
-        path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+[rlf]\"\([^;]*\)\);", "", text))
+        text = re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+[rlf]\"\([^;]*\)\);", "", text)
+        for old, new in () if _races is None else _races.changed:
+            text = text.replace(old, new)
+        path.write_text(text)
     with source.open("a") as end:
         end.write(
             "template <class P> void call(void (*kernel)(P), const void *p) { kernel(*(const P *)p); }\n"
             'extern "C" int run(const void *p, int ctas, int threads, int cluster, int seed) {\n'
             f"  return launch(ctas, threads, cluster, seed, [&] {{ call({name}, p); }});\n}}\n"
         )
-    library = folder / "kernel.so"
     # else libraries of one process would share variables, and who comes first would set them
-    options = ["g++", "-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-fno-gnu-unique"]
+    options = ("-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-fno-gnu-unique")
+    texts = sorted(path.name for path in folder.iterdir())
     if _races is None:
-        commands = [[*options, "-shared", "-o", str(library), str(source)]]
+        _gxx(folder, "kernel.so", (*options, "-shared", file), texts)
     else:  # the calls of -fsanitize=thread end in races_on_host.cpp, which stands first
-        texts = {path: path.read_text() for path in folder.iterdir()}
-        for old, new in _races.changed:
-            texts = {path: text.replace(old, new) for path, text in texts.items()}
-        for path, text in texts.items():
-            path.write_text(text)
-        objects = [folder / "races.o", folder / "kernel.o"]
-        watched = ["-g", "-DRACES", "-c", "-o"]
-        commands = [
-            [*options, *watched, str(objects[0]), str(folder / "races_on_host.cpp")],
-            [*options, "-fsanitize=thread", *watched, str(objects[1]), str(source)],
-            ["g++", "-shared", "-o", str(library), *map(str, objects)],
-        ]
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(library))
+        watched = (*options, "-g", "-DRACES", "-c")
+        _gxx(folder, "races.o", (*watched, _RACES[0]), _RACES)
+        _gxx(folder, "kernel.o", (*watched, "-fsanitize=thread", file), texts)
+        _gxx(folder, "kernel.so", ("-shared", "races.o", "kernel.o"), ("races.o", "kernel.o"))
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+#: The first, and all that it includes.
+_RACES = ("races_on_host.cpp", "races_on_host.h", "hopper_on_host.h")
+#: By g++, of the same files with the same options.
+_made: dict[object, Path] = {}
+
+
+def _gxx(folder: Path, target: str, options: tuple[str, ...], files: Sequence[str]) -> None:
+    """``target`` in ``folder``; ``files``: what it is made of."""
+    key = (target, options, *((name, (folder / name).read_bytes()) for name in files))
+    if key in _made:
+        shutil.copy(_made[key], folder)  # a library of its own, which shares no variables
+        return
+    command = ["g++", *options, "-o", target]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[:3000]
+    _made[key] = folder / target
 
 
 #: Of a file: the header and the replaced ones of `compiled`.

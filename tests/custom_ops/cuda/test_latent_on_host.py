@@ -42,8 +42,8 @@ def pool_map(
 CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
     "8 rows": ({"num_heads": 5}, BatchSpec("a", (1, 64, 65, 700, 0, 130), (1,) * 6, padded_tokens=2)),
     "16 rows": (
-        {"num_heads": 16, "block_size": 16},
-        BatchSpec("b", (3000, 3, 200), (1, 1, 1), padded_reqs=1),
+        {"num_heads": 16, "block_size": 16, "ctas": 2},
+        BatchSpec("b", (1000, 3, 70), (1, 1, 1), padded_reqs=1),
     ),
     "32 rows, fp16": (
         {"num_heads": 10, "dtype": torch.float16, "block_size": 32},

@@ -54,6 +54,21 @@ def test_other_caches(name: str, options: dict[str, Any]) -> None:
         same_logits(generate(model, call, cache_of(model, **options)), want)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_cache_that_was_reset(dense: bool) -> None:
+    """PaliGemma asks its cache whether a prompt begins, and makes a prefix that sees itself of it then; of
+    masks that are made in the forward, as those of its second version are."""
+    model, call = case("paligemma2")
+    want = generate(model, call)
+    with paged(model):
+        cache = cache_of(model, dense=dense)
+        for _ in range(2):
+            cache.reset()
+            assert not cache.is_initialized
+            same_logits(generate(model, call, cache), want)
+            assert cache.is_initialized
+
+
 @pytest.mark.parametrize("name", ["gemma3", "idefics3"])
 def test_beams(name: str) -> None:
     model, call = case(name, ("tit", "t"))

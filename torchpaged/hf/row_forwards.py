@@ -190,6 +190,12 @@ class RowForwards(RowChanges):
         )
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether the current batch has keys. By it models tell a prompt's first forward from later ones
+        (HRM-Text, Molmo 2, PaliGemma), which `reset` makes one again; the pools stay."""
+        return self.ready
+
+    @property
     def is_compileable(self) -> bool:
         """Whether generate() may make the masks outside the forward, and compile a decode step.
 

@@ -7,17 +7,26 @@ from command import printed, python
 
 import torchpaged
 
+OPTIONAL = {"triton", "flashinfer", "transformers", "typer", "rich", "gguf", "nvtx", "numpy", "matplotlib"}
 PACKAGES = ("compat", "engine", "fuse", "graphs", "hf", "layers", "profiling", "testing")
 
 
-def test_packages_are_imported_when_asked_for() -> None:
+def test_an_import_is_light_and_packages_are_imported_when_asked_for() -> None:
+    """No optional package is touched, nor inductor's options to ask for them, and no GPU is initialised."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     printed(
         "-c",
-        "import sys, torchpaged\n"
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import torchpaged\n"
+        "from torchpaged.custom_ops import early_launch\n"
+        "early_launch.refuse_inductors()\n"
+        "assert 'torch._inductor.config' not in sys.modules\n"
         "loaded = [name for name in sys.modules if name.startswith('torchpaged.')]\n"
         f"assert not [n for n in loaded if n.split('.')[1] in {PACKAGES}], loaded\n"
-        "assert not {'transformers', 'triton', 'nvtx', 'flashinfer'} & set(sys.modules)\n"
+        f"bad = {{m.split('.')[0] for m in set(sys.modules) - before}} & {OPTIONAL}\n"
+        "assert not bad, bad\n"
+        "assert not torch.cuda.is_initialized()\n"
         "assert torchpaged.engine.Generator.__name__ == 'Generator'\n"
         "assert torchpaged.graphs.DecodeGraphRunner\n",
     )

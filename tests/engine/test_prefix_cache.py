@@ -52,6 +52,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("chunk", [5, 16, 64])
 @pytest.mark.parametrize("num_blocks", [None, 17], ids=["room", "preempted"])

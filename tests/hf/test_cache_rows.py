@@ -516,6 +516,7 @@ def test_another_prompt_without_a_reset(length: int, padding: int, dense: bool) 
     assert torch.equal(model.generate(**call, past_key_values=cache), want)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GptOss"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [9, 10, 12, 16, 17])
@@ -565,6 +566,7 @@ def test_positions_behind_a_picture_are_no_other_prompt(chunks: tuple[int, ...],
     torch.testing.assert_close(got[:, -1:], want)
 
 
+@pytest.mark.slow_cases(but_every=3)
 @pytest.mark.parametrize("length", [5, 9, 12])
 @pytest.mark.parametrize(
     "model_type",

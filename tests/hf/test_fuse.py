@@ -148,7 +148,7 @@ _ONE_BY_ONE = ("LlamaBiases", "Qwen3", "SmolLM3", "Gemma3", "GptOss")
 _ONE_BY_ONE += ("youtu", "deepseek_v2", "minicpm3", "lfm2", "qwen3_5_text", "bamba", "granite_dense")
 
 
-@pytest.mark.slow_cases(but_every=2)
+@pytest.mark.slow_cases(but_every=3)
 @pytest.mark.parametrize(
     "passes",
     [*((x,) for x in PASSES), *(tuple(y for y in PASSES if y != x) for x in PASSES), ()],

@@ -57,7 +57,7 @@ EXPERTS_CASES: dict[str, dict[str, Any]] = {
     "all_outside": {"outside": True, "shared": 16, "residual": True},
     "odd": {"hidden": 70, "inner": 33, "shared": 19, "num_experts": 5, "activation": "gelu"},
     "crowded": {"num_tokens": 64, "num_experts": 8, "top_k": 2, "shared": 32},
-    "many": {"num_tokens": 20, "num_experts": 256, "top_k": 8, "hidden": 32, "inner": 16},
+    "many": {"num_tokens": 10, "num_experts": 256, "top_k": 8, "hidden": 32, "inner": 16},
 }
 
 

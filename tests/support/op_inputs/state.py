@@ -213,22 +213,22 @@ def exact_conv(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The oracle: ``out`` and ``state`` in float64, a request and a head at a time."""
+    """The oracle: ``out`` and ``state`` in float64, a token at a time."""
     q, k, v, g, state = (inputs[name].double() for name in ("q", "k", "v", "g", "state"))
     beta = torch.ones(g.shape[:2]) if inputs["beta"] is None else inputs["beta"].double()
     if inputs["normalize"]:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    out, group = torch.zeros_like(v), v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
+    out, decay = torch.zeros_like(v), g.exp()[..., None] if g.dim() == 3 else g.exp()[..., None, None]
     for slot, begins, tokens in tokens_of(inputs):
-        for h in range(v.shape[1]) if tokens else ():
-            matrix = torch.zeros_like(state[slot, h]) if begins else state[slot, h].clone()
-            for t in tokens:
-                key = k[t, h // group]
-                matrix *= g[t, h].exp().view(-1, 1)
-                seen = key @ matrix if inputs["delta_rule"] else 0.0
-                matrix += torch.outer(key, beta[t, h] * (v[t, h] - seen))
-                out[t, h] = inputs["scale"] * (q[t, h // group] @ matrix)
-            state[slot, h] = matrix
+        matrix = torch.zeros_like(state[slot]) if begins else state[slot].clone()
+        for t in tokens:
+            matrix *= decay[t]
+            seen = (k[t, :, None] @ matrix)[:, 0] if inputs["delta_rule"] else 0.0
+            matrix += k[t, :, :, None] * (beta[t, :, None] * (v[t] - seen))[:, None]
+            out[t] = inputs["scale"] * (q[t, :, None] @ matrix)[:, 0]
+        if tokens:
+            state[slot] = matrix
     return out, state
 
 

@@ -63,6 +63,13 @@ def test_rows_end_at_their_end_tokens(pair: tuple[Any, Any]) -> None:
     want, got = both(pair, inputs, eos_token_id=ends, pad_token_id=98)
     assert torch.equal(got, want)
     assert 98 in got[0].tolist()
+    want, got = both(pair, inputs, eos_token_id=[-1, ends[0]], pad_token_id=98)
+    assert torch.equal(got, want)
+
+
+def test_a_negative_end_token_is_none(pair: tuple[Any, Any]) -> None:
+    want, got = both(pair, padded([4, 11]), eos_token_id=-1, pad_token_id=98)
+    assert torch.equal(got, want)
 
 
 def test_repetition_penalty(pair: tuple[Any, Any]) -> None:

@@ -156,6 +156,21 @@ def test_a_stop_string_in_front_of_half_a_character(model: Any) -> None:
     assert (output.text, output.finish_reason) == ("so ", "stop")
 
 
+def test_the_token_that_ends_a_request_gives_no_text(model: Any, greedy: list[list[int]]) -> None:
+    class Words:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [5]}
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(f"{token} " for token in ids)
+
+    generator = Generator(model, Words(), max_batch_size=1)
+    end = greedy[0].index(greedy[0][5])
+    [output] = generator.generate([PROMPTS[0]], SamplingParams(stop_token_ids=(greedy[0][5],)))
+    assert output.token_ids == greedy[0][: end + 1]
+    assert output.text == Words().decode(greedy[0][:end])
+
+
 @pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_golden_tokens_of_a_real_model(smollm2_path: Path, graphs: bool) -> None:

@@ -166,7 +166,8 @@ def _ends(criteria: Any) -> tuple[int, tuple[int, ...]]:
         if type(one) is MaxLengthCriteria:
             lengths.append(int(one.max_length))
         elif type(one) is EosTokenCriteria:
-            stops += one.eos_token_id.flatten().tolist()
+            # -1 stands for no end: transformers warns of it, and no token is one
+            stops += [token for token in one.eos_token_id.flatten().tolist() if token >= 0]
         else:
             raise PlainSteps(type(one).__name__)
     if not lengths:

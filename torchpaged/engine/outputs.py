@@ -115,7 +115,8 @@ class RequestOutput:
         request_id: its number.
         prompt_token_ids: the prompt, as given or of its text.
         token_ids: what was generated, the token that ended the request included; with "error" those before.
-        text: of these, without special tokens and stop strings; empty without a tokenizer.
+        text: of these, without an end token or stop id, special tokens and stop strings; empty without a
+            tokenizer.
         finish_reason, error: as in `TokenEvent`.
         logprobs: as in `TokenEvent`, of each token; None where they were not asked for.
         times: two equal results may differ in them.

@@ -61,6 +61,13 @@ def test_weights_of_attention(through: str, fused: bool) -> None:
         model(**inputs, past_key_values=cache)
 
 
+def test_weights_of_attention_without_a_cache() -> None:
+    model, inputs = paged(), padded_prompts()
+    for use_cache in (False, True):
+        with torch.no_grad(), pytest.raises(ArgumentError, match="output_attentions: expected False"):
+            model(**inputs, use_cache=use_cache, output_attentions=True)
+
+
 def test_rows_padded_again_later() -> None:
     model = paged()
     cache = PagedCache(model.config, 2, 32)

@@ -76,6 +76,7 @@ def paged_attention_forward(
     if layer_of(value) is not layer:
         raise transformed(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    require_no_weights(kwargs)
     if layer is None:
         call = LayerCall(module, query, key, value, causal, None, softcap, sinks, None, scaling)
         return attend_dense(call, attention_mask, position_bias, dropout, is_causal, kwargs), None
@@ -109,7 +110,6 @@ def _refuse(
 ) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
     refuse_grad(query=call.query, sinks=call.sinks)
-    require_no_weights(kwargs)
     if bias is not None:
         raise UnsupportedModelError(
             f"{type(call.module).__name__} adds a position bias to its scores, which paged attention does "

@@ -138,7 +138,7 @@ def require_no_weights(options: Mapping[str, Any]) -> None:
         options: what the model gave along, as far as it does.
     """
     if options.get("output_attentions"):
-        expected = "False with a PagedCache: paged attention keeps no weights"
+        expected = "False: paged attention keeps no weights"
         todo = "call torchpaged.hf.detach(model), and model.set_attn_implementation('eager') for weights"
         raise ArgumentError("output_attentions", expected, "True", todo)
 

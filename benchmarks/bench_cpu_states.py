@@ -1,4 +1,5 @@
-"""Decode of layers with a state on a CPU: ours beside transformers', a family at a time.
+"""Decode of layers with a state on a CPU, and of two families without: ours beside transformers', a family
+at a time.
 
     PYTHONPATH=. python benchmarks/bench_cpu_states.py [--threads 1] [--batches 1 8] [--families gdn kda ...]
         [--new 24] [--repeats 3] [--dtype float32] [--fused] [--output FILE]
@@ -72,6 +73,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     ),
     "short conv": ("lfm2", {**_SIZES, "conv_L_cache": 3}),
+    "llama": ("llama", {**_SIZES, "num_hidden_layers": 4}),
+    "qwen3": ("qwen3", {**_SIZES, "intermediate_size": 3072, "num_hidden_layers": 6}),
     "rg-lru": ("recurrent_gemma", {**_SIZES, "num_key_value_heads": 1, "lru_width": 2560}),
 }
 PROMPT = 16
@@ -118,6 +121,29 @@ def timed_mixer(model: Any, clock: Callable[[], float]) -> Iterator[list[tuple[f
         hook.remove()
 
 
+def times_of_mixers(
+    plain: Any,
+    attached: Any,
+    contenders: dict[str, Callable[[int], Any]],
+    args: argparse.Namespace,
+    clock: Any,
+) -> dict[str, Any]:
+    """Of the last mixer, what a row says of it."""
+    row: dict[str, Any] = {}
+    mixers: dict[str, list[tuple[float, float]]] = {"transformers": [], "paged_cache": []}
+    for _ in range(args.repeats):
+        for (name, found), model in zip(mixers.items(), (plain, attached), strict=True):
+            with timed_mixer(model, clock) as spent_in:
+                contenders[name](args.new + 1)
+            found += spent_in
+    for name, found in mixers.items():
+        row.setdefault("mixer_us", {})[name] = round(statistics.median(a for a, _ in found) * 1e6, 1)
+        row.setdefault("op_us", {})[name] = round(statistics.median(a - b for a, b in found) * 1e6, 1)
+    row["op_ratio"] = round(row["op_us"]["transformers"] / row["op_us"]["paged_cache"], 2)
+    row["mixer_ratio"] = round(row["mixer_us"]["transformers"] / row["mixer_us"]["paged_cache"], 2)
+    return row
+
+
 def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[], float]) -> dict[str, Any]:
     """One row: every contender, in turns."""
     dtype = getattr(torch, args.dtype)
@@ -126,7 +152,8 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
         for mine, its in zip(plain.parameters(), other.parameters(), strict=True):
             its.data = mine.data
     attach(attached)
-    if family_of(served.config.model_type).caches_latents:
+    caches_latents = family_of(served.config.model_type).caches_latents
+    if caches_latents:
         served = attach(served)
     vocab = plain.config.vocab_size
     ids = torch.randint(5, vocab, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
@@ -137,7 +164,8 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
     engines = {"engine": Generator(served, **sizes)}
     if args.fused:  # its weights lie elsewhere: it stacks them
         with torch.inference_mode(False):
-            engines["fused"] = Generator(make(family, dtype), fuse=True, **sizes)
+            other = make(family, dtype)
+            engines["fused"] = Generator(attach(other) if caches_latents else other, fuse=True, **sizes)
 
     def of_transformers(new: int) -> list[list[int]]:
         return plain.generate(ids, max_new_tokens=new, **options)[:, PROMPT:].tolist()
@@ -169,20 +197,11 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
                 spent.append(clock() - begin)
             steps[name].append((spent[1] - spent[0]) / args.new * 1e6)
     row["step_us"] = {name: round(min(each), 1) for name, each in steps.items()}
-    mixers: dict[str, list[tuple[float, float]]] = {"transformers": [], "paged_cache": []}
-    for _ in range(args.repeats):
-        for (name, found), model in zip(mixers.items(), (plain, attached), strict=True):
-            with timed_mixer(model, clock) as spent_in:
-                contenders[name](args.new + 1)
-            found += spent_in
-    for name, found in mixers.items():
-        row.setdefault("mixer_us", {})[name] = round(statistics.median(a for a, _ in found) * 1e6, 1)
-        row.setdefault("op_us", {})[name] = round(statistics.median(a - b for a, b in found) * 1e6, 1)
-    row["op_ratio"] = round(row["op_us"]["transformers"] / row["op_us"]["paged_cache"], 2)
-    row["mixer_ratio"] = round(row["mixer_us"]["transformers"] / row["mixer_us"]["paged_cache"], 2)
     row["step_ratio"] = round(row["step_us"]["transformers"] / row["step_us"]["engine"], 2)
     if args.fused:
         row["fused_ratio"] = round(row["step_us"]["transformers"] / row["step_us"]["fused"], 2)
+    if mixers_of(plain):
+        row |= times_of_mixers(plain, attached, contenders, args, clock)
     for engine in engines.values():
         engine.close()
     detach(attached)

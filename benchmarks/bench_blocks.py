@@ -143,8 +143,9 @@ class Load:
     ) -> None:
         self.rng, pool = random.Random(seed), BlockPool(num_blocks)
         prefixes = PrefixCache(pool, BLOCK_SIZE) if cached else None
-        self.scheduler = Scheduler(pool, BLOCK_SIZE, rows, 2048, 1, lookahead, prefixes=prefixes, mixes=True)
         self.stats, self.count, self.steps = GeneratorStats(num_blocks), 0, StepCount()
+        options: dict[str, Any] = {"prefixes": prefixes, "mixes": True, "steps": self.steps}
+        self.scheduler = Scheduler(pool, BLOCK_SIZE, rows, 2048, 1, lookahead, **options)
         self.requests, self.inbox = dict[int, Sequence](), Inbox()
         # Of the decode loop what tokens meet on their way.
         none: Any = None
@@ -169,8 +170,9 @@ class Load:
 
     def step(self) -> None:
         began = time.thread_time()
-        self.scheduler.short_of_blocks()
-        plan: Schedule = self.scheduler.schedule()
+        asked = self.scheduler.ask()
+        self.scheduler.short_of_blocks(asked)
+        plan: Schedule = self.scheduler.schedule(asked)
         for sequence, count in plan.chunks:
             sequence.num_computed += count
             self.scheduler.blocks.computed(sequence)
@@ -192,7 +194,7 @@ class Load:
         """A packed batch, as `DecodeLoop.finish_packed` says."""
         for sequence in filter(None, sequences):
             if sequence.row is None:
-                sequence.row, sequence.step_count, sequence.has_room_until = 0, self.steps, -1
+                sequence.row, sequence.step_count = 0, self.steps
                 sequence.steps_read = self.steps.started
             sequence.steps_read -= 1
         self.steps.most += 1

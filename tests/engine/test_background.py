@@ -227,7 +227,7 @@ def test_errors_at_random_steps_hang_no_caller(llama: Any, want: list[list[int]]
 def test_an_error_that_no_request_is_about_is_raised_by_all(llama: Any, want: list[list[int]]) -> None:
     """Two callers with twelve requests; then the loop goes on."""
     with engine(llama, graphs=False).start() as generator, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator.scheduler, "schedule", lambda: 1 // 0)
+        patch.setattr(generator.scheduler, "schedule", lambda asked: 1 // 0)
 
         def waits() -> None:
             with pytest.raises(TorchpagedError, match="ZeroDivisionError") as caught:

@@ -7,7 +7,7 @@ import engine_requests
 import pytest
 
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.scheduler import Schedule, Scheduler
+from torchpaged.engine.scheduler import Asked, Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 
 SIZES = {**engine_requests.SIZES, "max_batch_size": 6}
@@ -30,21 +30,21 @@ def test_room_that_is_remembered_is_there(
 ) -> None:
     """Every answer is that of counting tokens and blocks, also behind packed batches, preemptions, and blocks
     that were given ahead of need and taken back."""
-    asked, look, schedule = {"decodes": 0, "counted": 0}, Scheduler._lacks, Scheduler.schedule
+    seen, look, schedule = {"decodes": 0, "counted": 0}, Scheduler._lacks, Scheduler.schedule
 
     def counted(self: Scheduler, sequence: Sequence) -> int:
         found = look(self, sequence)
         needs = min(len(sequence.tokens) + sequence.in_flight + self.ahead, sequence.max_len - 1)
-        assert found == max(0, -(-needs // self.block_size) - len(sequence.blocks))
-        asked["counted"] += sequence.row is not None
+        assert found == -(-needs // self.block_size) - len(sequence.blocks)
+        seen["counted"] += sequence.row is not None
         return found
 
-    def checked(self: Scheduler) -> Schedule:
-        step = schedule(self)
+    def checked(self: Scheduler, asked: Asked | None = None) -> Schedule:
+        step = schedule(self, asked)
         for sequence in step.decodes:
             needs = len(sequence.tokens) + sequence.in_flight + self.ahead
             assert min(needs, sequence.max_len - 1) <= len(sequence.blocks) * self.block_size
-        asked["decodes"] += len(step.decodes)
+        seen["decodes"] += len(step.decodes)
         return step
 
     monkeypatch.setattr(Scheduler, "_lacks", counted)
@@ -58,7 +58,7 @@ def test_room_that_is_remembered_is_there(
             generator.step()
     while generator.has_unfinished:
         generator.step()
-    assert min(asked.values()) > 50, asked
+    assert min(seen.values()) > 50, seen
     assert generator.pool.num_free == generator.pool.num_usable
 
 

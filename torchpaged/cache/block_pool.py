@@ -95,6 +95,11 @@ class BlockPool:
         return self.idle.num_pinned
 
     @property
+    def num_unpinned(self) -> int:
+        """Blocks that can be handed out now and are not pinned."""
+        return self.num_blocks - 1 - len(self._held) - self.idle.num_pinned
+
+    @property
     def num_used(self) -> int:
         """Blocks held now."""
         return len(self._held)
@@ -189,7 +194,7 @@ class BlockPool:
             ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
                 freed then.
         """
-        if not isinstance(blocks, Sequence):
+        if not isinstance(blocks, (list, Sequence)):  # a list is known to be one at once
             raise ArgumentError("blocks", "a list of block ids", repr(blocks))
         different = self._different(blocks)
         if different is None or not self._held >= different:

@@ -61,7 +61,7 @@ class CachedText:
                 if isinstance(tokens, bytes | bytearray):  # of which an array takes eight for a number
                     raise TypeError(type(tokens).__name__)
                 tokens = array("q", tokens)
-            self._data += memoryview(tokens).cast("B")
+            self._data += tokens  # as bytes
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
         # Blocks that it may take. Its last token is in none: that one is always computed.
@@ -72,12 +72,14 @@ class CachedText:
         behind it."""
         cache = self._cache
         if self._drops != cache._drops:
-            self._blocks, self._place = [], self._runs.origin
+            if self._blocks:
+                self._blocks, self._place, self._next = [], self._runs.origin, None
             self._drops, self._epoch = cache._drops, cache._epoch
-        found, self._place, self._next, self._is_lost = self._runs.find(
-            self._place, self._data, len(self._blocks), self._most, self._extra
-        )
-        self._blocks += found
+        # Most texts are new, and are asked for in several steps: their first block's key is made once.
+        if self._blocks or self._is_lost or self._next is None or self._next in self._runs.by_key:
+            at = self._place, self._data, len(self._blocks), self._most, self._extra
+            found, self._place, self._next, self._is_lost = self._runs.find(*at)
+            self._blocks += found
         return self._next in cache._promised
 
     def known(self) -> list[int]:
@@ -129,14 +131,14 @@ class CachedText:
         return blocks
 
     def _count_tokens(self, count: int, why_fewer: str) -> None:
-        stats, size = self._cache.stats, self._cache.block_size
-        stats.queried_tokens += len(self)
+        stats, size, length = self._cache.stats, self._cache.block_size, len(self)
+        stats.queried_tokens += length
         count += self.num_arriving
         stats.hit_tokens += count * size
-        found, tail = (len(self._blocks) + self.num_arriving) * size, len(self) - self._most * size
+        found, tail = (len(self._blocks) + self.num_arriving) * size, length - self._most * size
         why = NEW if self._next is None else self._cache._reasons.get(self._next, NEW)
         why = EVICTED if self._is_lost else why
-        missed = (TAIL, tail), (why, len(self) - tail - found), (why_fewer, found - count * size)
+        missed = (TAIL, tail), (why, length - tail - found), (why_fewer, found - count * size)
         for reason, tokens in missed:
             if tokens:
                 stats.missed_tokens[reason] = stats.missed_tokens.get(reason, 0) + tokens
@@ -151,9 +153,10 @@ class CachedText:
         promised = self._cache._promised
         if self._promise is not None and promised.get(self._promise) is self:
             del promised[self._promise]
-        # Behind what others have left there.
-        at = self._place, self._data, self._done, self._promised_end, self._extra
-        self._promise = self._runs.find(*at)[2]
+        self._promise = None
+        if self._done < self._promised_end:  # behind what others have left there
+            at = self._place, self._data, self._done, self._promised_end, self._extra
+            self._promise = self._runs.find(*at)[2]
         if self._promise is not None:
             promised.setdefault(self._promise, self)
 
@@ -272,7 +275,7 @@ class TieredText(CachedText):
             places.append(front)
             more = at + 1 < self._most
             following.append(runs.key(front, self._data, at + 1, self._extra) if more else None)
-        room = max(pool.num_free - pool.num_pinned, 0)
+        room = pool.num_unpinned
         count = host.worth_loading(places[:room], cache.block_size, always) if places and room else 0
         if not count:
             return []

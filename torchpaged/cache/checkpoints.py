@@ -153,7 +153,7 @@ class CheckpointedText(CachedText):
         if count is None:
             return None
         taken = count - self._num_costing_nothing(self._blocks[:count])
-        if count and pool.num_free - pool.num_pinned <= taken:  # none is left for the copy
+        if count and pool.num_unpinned <= taken:  # none is left for the copy
             count, why_fewer = 0, EVICTED
         else:
             behind = self._blocks[count:]

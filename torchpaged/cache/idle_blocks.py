@@ -165,14 +165,15 @@ class IdleBlocks:
 
     def _oldest(self, count: int) -> list[int]:
         """The first ``count`` of `_order`, taken out of it."""
-        stale, oldest = self._stale, list[int]()
+        oldest: list[int] = []
+        stale = self._stale
         self._num_unpinned -= count
         while len(oldest) < count:
             some = self._order[self._first : self._first + count - len(oldest)]
             assert some, "fewer idle blocks than were counted"
             self._first += len(some)
             known = stale.keys().isdisjoint(some)
-            oldest += some if known else [block for block in some if not _is_stale(block, stale)]
+            oldest += some if known else [b for b in some if b not in stale or not _is_stale(b, stale)]
         if self._first > _MOST_STALE and 2 * self._first > len(self._order):
             del self._order[: self._first]
             self._first = 0

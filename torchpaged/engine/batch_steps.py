@@ -62,12 +62,14 @@ class BatchSteps:
         started, loop = time.perf_counter(), self._loop
         tokens_before, steps_before = self._stats.new_tokens, 0 if loop is None else loop.launches.steps_read
         self._acceptor.first_tokens = self._acceptor.decoded = 0
-        if loop is not None and loop.launches and self._scheduler.short_of_blocks():
+        asked = self._scheduler.ask()
+        if loop is not None and loop.launches and self._scheduler.short_of_blocks(asked):
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
+            asked = self._scheduler.ask()
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
             # Freed later: requests that ended with it have a list of their prompt's ids.
             self._plan_before, self.plan = self.plan, None
-            self.plan = plan = self._scheduler.schedule()
+            self.plan = plan = self._scheduler.schedule(asked)
         if loop is not None:
             for sequence in plan.put_back:
                 loop.release(sequence)

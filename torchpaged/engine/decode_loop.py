@@ -73,6 +73,7 @@ class DecodeLoop(NotCopied):
         runner: the graph runner.
         rows: the device's state.
         launches: those whose tokens were not read yet.
+        step_count: decode steps so far.
         blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who
             gives them sets it. The search through all rows costs more than the rest of a launch on the host,
             and most launches can do without.
@@ -95,15 +96,14 @@ class DecodeLoop(NotCopied):
         self._to_clear: list[int] = []
         self.launches = Launches(self.rows)
         self._regroup = True  # whether rows changed since it was found which of them share blocks
-        self._step_count = StepCount()
+        self.step_count = StepCount()
 
     # ------------------------------------------------------------------------------------------------ rows
     def place(self, sequence: Sequence) -> None:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
         row, self._regroup = self._sequences.index(None), True
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
-        sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
-        sequence.has_room_until = -1
+        sequence.step_count, sequence.steps_read = self.step_count, self.step_count.started
         self._busy_rows = None
         self._to_write[row] = row_state(sequence)
 
@@ -147,7 +147,7 @@ class DecodeLoop(NotCopied):
         tokens, records = CopiedTokens(drawn), None
         if any(sequence.sampling.logprobs is not None for sequence in sequences):
             records = CopiedTokens(self.rows.stage.logprobs(logits, drawn))
-        self._step_count.most += 1
+        self.step_count.most += 1
         for sequence in sequences:
             sequence.steps_read -= 1
         self.launches.add(Launch(-1, tokens, list(sequences), 1, decodes, records))
@@ -187,8 +187,8 @@ class DecodeLoop(NotCopied):
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
             self.runner.launch(num_rows)
             number = self.rows.ring.take()
-        self._step_count.started += self.steps_per_launch
-        self._step_count.most += self.steps_per_launch
+        self.step_count.started += self.steps_per_launch
+        self.step_count.most += self.steps_per_launch
         self.launches.add(Launch(number, None, self._sequences[:num_rows], self.steps_per_launch, num_rows))
         return True
 

@@ -250,6 +250,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle):
             budget=None if wait is None else ChunkBudget(wait, options.prefill_chunk_size),
             rings=rings,
             preemption=options.preemption,
+            steps=None if self.loop is None else self.loop.step_count,
         )
         self._stepper = Stepper(
             self.model,

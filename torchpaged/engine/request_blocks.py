@@ -162,8 +162,8 @@ class RequestBlocks:
         if sequence.finish_reason == "error":  # what it took may be the reason
             return text.forget()
         if self.prefixes is not None and self.prefixes.keeps:
-            if sequence.num_computed > len(text):
-                text.extend(sequence.tokens[len(text) : sequence.num_computed])
+            if sequence.num_computed > (known := len(text)):
+                text.extend(sequence.tokens[known : sequence.num_computed])
             text.computed(sequence.num_computed, sequence.blocks)
         text.leave()
 

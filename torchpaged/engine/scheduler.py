@@ -9,21 +9,31 @@ the tokens they may have, and before one of them is put back the caller reads wh
 flight (`short_of_blocks`).
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import filterfalse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.engine.chunk_budget import ChunkBudget, least_padded
 from torchpaged.engine.outputs import LatencyHistogram
 from torchpaged.engine.request_blocks import RequestBlocks
-from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.sequence import Sequence, StepCount
 
 if TYPE_CHECKING:
     from torchpaged.hf.step_rings import StepRings
+
+
+class Asked(NamedTuple):
+    """The running requests before a step, the oldest first: ``ready``, whose blocks hold it, most of a large
+    batch; ``lacking``, the others, with the blocks that each lacks for it, or for the rest of its prompt; and
+    ``prompts``, those of the latter that do not decode."""
+
+    ready: list[Sequence]
+    lacking: dict[Sequence, int]
+    prompts: list[Sequence]
 
 
 @dataclass
@@ -63,6 +73,7 @@ class Scheduler:
         budget: prompt tokens of a step with decodes; None: not bounded further.
         rings: get each request's first block; None: no layer keeps rings.
         preemption: one of `PREEMPTIONS`.
+        steps: of the decode loop; None: there is none.
 
     Attributes:
         blocks: what each request holds.
@@ -88,13 +99,14 @@ class Scheduler:
         budget: ChunkBudget | None = None,
         rings: "StepRings | None" = None,
         preemption: str = "auto",
+        steps: StepCount | None = None,
     ) -> None:
         self.blocks = RequestBlocks(pool, block_size, prefixes, rings, preemption)
         self.pool, self.block_size, self.prefixes = pool, block_size, prefixes
         self._are_ahead = False  # blocks may have been given ahead of need
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
-        self.max_running = max_batch_size
+        self.max_running, self.steps = max_batch_size, steps or StepCount()
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # as a set in order, oldest first: one leaves by O(1)
         self.preemptions, self.swapped, self.budget = 0, 0, budget
@@ -120,13 +132,38 @@ class Scheduler:
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), {}
         self.blocks.reset(self.waiting)
 
-    def schedule(self) -> Schedule:
-        """Choose the next step and allocate its blocks."""
-        step, budget, asking, decodes = Schedule(), -1, self._asking(), self.running.copy()
-        for sequence in asking:
-            del decodes[sequence]
-        if self.waiting:
-            asking += self._admit(asking)
+    def ask(self) -> Asked:
+        """What the running requests lack now. One that is known to have room costs no call."""
+        ready, lacking, prompts = asked = Asked([], {}, [])
+        most = self.steps.most
+        for s in self.running:
+            if s.has_room_until >= most:
+                ready.append(s)
+            elif s.row is None and not s.decodes:
+                prompts.append(s)
+                lacking[s] = self._lacks_after(s, s.remaining)
+            elif (missing := self._lacks(s)) > 0:
+                lacking[s] = missing
+            elif s.row is None:
+                lacking[s] = 0
+            else:
+                ready.append(s)
+        return asked
+
+    def short_of_blocks(self, asked: Asked) -> bool:
+        """Whether the next `schedule` may have to put a request back."""
+        missing = sum(asked.lacking.values())
+        return missing > 0 and missing > self._room()
+
+    def schedule(self, asked: Asked | None = None) -> Schedule:
+        """Choose the next step and allocate its blocks; ``asked``: what `ask` gave, if nothing changed since;
+        None: it is asked."""
+        step, budget, (decodes, lacking, prompts) = Schedule(), -1, asked or self.ask()
+        asking = [*lacking]
+        if self.waiting and len(self.running) < self.max_running:
+            admitted = self._admit(prompts)
+            asking += admitted
+            prompts += admitted
         # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
         begun = [sequence for sequence in asking if sequence.row is not None or self.blocks.begin(sequence)]
         if not begun and not decodes:
@@ -136,37 +173,45 @@ class Scheduler:
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
-            if sequence.decodes:
-                if self._reserve(sequence, self._lacks(sequence), step):
-                    decodes[sequence] = None
+            count = 0
+            if sequence.row is not None:
+                missing = lacking[sequence]
+            elif sequence.decodes:
+                missing = self._lacks(sequence)
             else:
-                budget = self._prompt_tokens(asking, step) if budget < 0 else budget
+                budget = self._prompt_tokens(prompts, step) if budget < 0 else budget
                 count = min(sequence.remaining, budget, self._max_query_len)
                 if count and sequence.cached is not None:
                     count = sequence.cached.chunk(sequence.num_computed, count)
-                if count and self._reserve(sequence, self._lacks_after(sequence, count), step):
-                    step.chunks.append((sequence, count))
-                    budget = 0 if self._one_prompt_per_step else budget - count
+                if not count:
+                    continue
+                missing = self._lacks_after(sequence, count)
+            if missing > step.room and not self._make_room(sequence, missing, step):
+                continue
+            if missing > 0:
+                step.promised.append((sequence, missing))
+                step.room -= missing
+            if count:
+                step.chunks.append((sequence, count))
+                budget = 0 if self._one_prompt_per_step else budget - count
+            else:
+                decodes.append(sequence)
         self._give(step)
-        if step.put_back:
-            step.chunks = [(one, count) for one, count in step.chunks if one not in step.put_back]
-        step.decodes += filterfalse(step.put_back.__contains__, decodes) if step.put_back else decodes
+        step.decodes = decodes
+        if step.put_back:  # they hold no blocks any more, and all others do
+            step.chunks = [(one, count) for one, count in step.chunks if one.blocks]
+            step.decodes = [one for one in decodes if one.blocks]
         if self.lookahead and step.blocks_added and not self.waiting:
-            self._look_ahead(step, asking)
+            self._look_ahead(step, lacking)
         if self.prefixes is not None and self.prefixes.host is not None:
             self.prefixes.host.flush()
         return step
 
-    def _asking(self) -> list[Sequence]:
-        """The running requests but those whose blocks are known to hold the next step: most of a large batch,
-        which cost no call."""
-        return [s for s in self.running if s.has_room_until < s.step_count.most or s.row is None]
-
-    def _prompt_tokens(self, asking: list[Sequence], step: Schedule) -> int:
-        """Prompt tokens of the next step at most; ``asking``: of the running requests, as of `_asking`."""
-        most, decodes, prompts = self.prefill_chunk_size, 0, list[Sequence]()
+    def _prompt_tokens(self, prompts: list[Sequence], step: Schedule) -> int:
+        """Prompt tokens of the next step at most; ``prompts``: all that did not decode before it."""
+        most, decodes = self.prefill_chunk_size, 0
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
-            prompts = [s for s in asking if not s.decodes and s not in step.put_back]
+            prompts = [s for s in prompts if not s.decodes and s not in step.put_back]
             decodes = len(self.running) - len(prompts)
         if self._mixes:
             most = max(most - decodes, -(-most // 2))
@@ -181,36 +226,22 @@ class Scheduler:
         """Whether a running request has tokens of its prompt to compute."""
         return not all(s.decodes for s in self.running)
 
-    def short_of_blocks(self) -> bool:
-        """Whether the next `schedule` may have to put a request back."""
-        missing = 0
-        for s in self._asking():
-            missing += self._lacks(s) if s.decodes else self._lacks_after(s, s.remaining)
-        return missing > 0 and missing > self._room()
-
     def _room(self) -> int:
         """Blocks that running requests may be given: pinned ones only where one runs alone, which no other
         can make room for."""
-        return self._unpinned if len(self.running) > 1 else self.pool.num_free
-
-    @property
-    def _unpinned(self) -> int:
-        """Blocks that are free and not pinned."""
-        return self.pool.num_free - self.pool.num_pinned
+        return self.pool.num_unpinned if len(self.running) > 1 else self.pool.num_free
 
     def _lacks(self, sequence: Sequence) -> int:
-        """Blocks that a decoding request lacks for the next step; of one with a row also until when it has
-        enough: until then it is not computed again."""
-        left = len(sequence.blocks) * self.block_size - self._tokens_ahead(sequence)
-        if sequence.row is not None:
-            sequence.has_room_until = sequence.step_count.most + left
-        return 0 if left >= 0 else -(left // self.block_size)
-
-    def _tokens_ahead(self, sequence: Sequence) -> int:
-        """Tokens that a decoding request needs room for. Keys and values of a request's last token are
-        never stored."""
-        tokens, most = len(sequence.tokens) + sequence.in_flight + self.ahead, sequence.max_len - 1
-        return tokens if tokens < most else most
+        """Blocks that a decoding request lacks for the next step, less than 0 where it has more than it
+        needs; of one with a row also until when it has enough: until then it is not computed again."""
+        tokens, most, row = len(sequence.tokens) + self.ahead, sequence.max_len - 1, sequence.row
+        if row is not None:  # as `in_flight`, without a call
+            tokens += sequence.step_count.started - sequence.steps_read
+        # Keys and values of a request's last token are never stored.
+        left = len(sequence.blocks) * self.block_size - (tokens if tokens < most else most)
+        if row is not None:
+            sequence.has_room_until = self.steps.most + left
+        return -(left // self.block_size)
 
     def _lacks_after(self, sequence: Sequence, count: int) -> int:
         """Blocks that a request lacks when ``count`` more tokens of its prompt are computed; with the last of
@@ -220,14 +251,14 @@ class Scheduler:
             tokens = min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
         return self.blocks.missing(sequence, tokens)
 
-    def _look_ahead(self, step: Schedule, asking: list[Sequence]) -> None:
+    def _look_ahead(self, step: Schedule, lacking: Iterable[Sequence]) -> None:
         """Blocks for ``lookahead`` more tokens, once a request with a row has used up its own: for all that
-        have used half of theirs. ``asking``: as of `_asking`."""
-        if all(s.row is None or len(s.blocks) <= s.blocks_on_device for s in asking):
+        have used half of theirs. ``lacking``: those that were not ready."""
+        if all(s.row is None or len(s.blocks) <= s.blocks_on_device for s in lacking):
             return
-        more, room = list[tuple[Sequence, int]](), self._unpinned // 2
+        more, room = list[tuple[Sequence, int]](), self.pool.num_unpinned // 2
         for s in step.decodes:
-            if s.row is None or s.has_room_until < s.step_count.most + self.lookahead // 2:
+            if s.has_room_until < self.steps.most + self.lookahead // 2:
                 tokens = min(len(s.tokens) + s.in_flight + self.ahead + self.lookahead, s.max_len - 1)
                 more.append((s, self.blocks.missing(s, tokens)))
                 room -= more[-1][1]
@@ -242,59 +273,53 @@ class Scheduler:
             return
         self._are_ahead = False
         for sequence in self.running:
-            if sequence.decodes:
-                need = -(-self._tokens_ahead(sequence) // self.block_size)
-                self.pool.free(sequence.blocks[need:])
-                del sequence.blocks[need:]
+            if sequence.decodes and (more := -self._lacks(sequence)) > 0:
+                self.pool.free(sequence.blocks[-more:])
+                del sequence.blocks[-more:]
                 sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
-                self._lacks(sequence)
+                sequence.has_room_until -= more * self.block_size
 
-    def _admit(self, asking: list[Sequence]) -> list[Sequence]:
+    def _admit(self, prompts: list[Sequence]) -> list[Sequence]:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more; those
-        that were started. ``asking``: of those that ran before, all with tokens of their prompt left."""
-        admitted = list[Sequence]()
-        if len(self.running) >= self.max_running:
-            return admitted
-        need_of, prompts = self.blocks.need_alone, [s for s in asking if not s.decodes]
+        that were started. ``prompts``: of those that ran before, all with tokens of their prompt left."""
+        admitted: list[Sequence] = []
+        need_of, room = self.blocks.need_alone, self.pool.num_unpinned
         promised = sum(map(need_of, prompts))
         while self.waiting and len(self.running) < self.max_running:
             need = need_of(self.waiting[0])
-            if self.running and need + promised > self._unpinned and need_of == self.blocks.need_alone:
+            if self.running and need + promised > room and need_of == self.blocks.need_alone:
                 need_of = self.blocks.need  # what they share is looked up only where there is too little
                 promised = sum(map(need_of, [*prompts, *admitted]))
                 need = need_of(self.waiting[0])
-            if self.running and need + promised > self._unpinned:
+            if self.running and need + promised > room:
                 self._trim()
-                if need + promised > self._unpinned:
+                room = self.pool.num_unpinned
+                if need + promised > room:
                     break
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for
             # it would be one whose tokens in flight were not read.
             self.running[sequence := self.waiting.popleft()] = None
+            sequence.has_room_until = -math.inf  # it was not looked at since it has a row
             admitted.append(sequence)
             if sequence.began is None:
                 sequence.began = time.perf_counter()
                 self.queue.add(sequence.began - sequence.submitted)
         return admitted
 
-    def _reserve(self, sequence: Sequence, missing: int, step: Schedule) -> bool:
-        """Give ``sequence`` so many more blocks, putting back younger requests if need be."""
-        if not missing:
-            return True
-        if missing > step.room:
-            self._give(step)
-            self._trim()
+    def _make_room(self, sequence: Sequence, missing: int, step: Schedule) -> bool:
+        """Put back younger requests until there are so many blocks for ``sequence``; False: itself, too."""
+        self._give(step)
+        self._trim()
+        step.room = self._room()
+        # Never for the oldest alone: `max_len` keeps a request within the pool.
+        while missing > step.room:
+            youngest = next(reversed(self.running))
+            self._put_back(youngest)
+            step.put_back.append(youngest)
             step.room = self._room()
-            # Never for the oldest alone: `max_len` keeps a request within the pool.
-            while missing > step.room:
-                youngest = next(reversed(self.running))
-                self._put_back(youngest)
-                step.put_back.append(youngest)
-                step.room = self._room()
-                if youngest is sequence:
-                    return False
-        step.promised.append((sequence, missing))
-        step.room -= missing
+            if youngest is sequence:
+                return False
         return True
 
     def _give(self, step: Schedule) -> None:

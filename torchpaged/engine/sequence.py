@@ -1,5 +1,6 @@
 """A request on its way through the engine."""
 
+import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -123,8 +124,8 @@ class Sequence:
         row: its row in the decode loop, None while it has none.
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
-        has_room_until: ``step_count.most`` up to which its blocks hold the next step; -1: it was not looked
-            at since it has a row.
+        has_room_until: ``most`` of the loop's count up to which its blocks hold the next step; minus
+            infinity: it was not looked at since it has a row, or has none.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
         prompt_ids: ``prompt`` as a list, once it is made (`list_prompt`).
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
@@ -160,7 +161,7 @@ class Sequence:
     row: int | None = None
     step_count: StepCount = field(default_factory=StepCount)
     steps_read: int = 0
-    has_room_until: int = -1
+    has_room_until: float = -math.inf
     blocks_on_device: int = 0
     cached: CachedText | None = None
     arrival: Arrival | None = None

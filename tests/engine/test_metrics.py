@@ -52,6 +52,13 @@ def test_load_and_memory(llama: Any, graphs: bool) -> None:
         assert busy.first_token.count < 4, "a snapshot counts no further"
 
 
+def test_a_counter_of_one_name_in_both_records_is_refused(llama: Any) -> None:
+    with engine(llama, graphs=False) as generator:
+        generator.stats.prefix_cache.new_tokens = 1  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="multiple values.*new_tokens"):
+            generator.metrics()
+
+
 def test_shared_blocks_count_once(llama: Any) -> None:
     """Two requests with a common beginning hold its blocks once: places in use are never fewer than
     tokens."""

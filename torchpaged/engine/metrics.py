@@ -121,7 +121,6 @@ def measured(scheduler: Scheduler, stats: GeneratorStats) -> EngineMetrics:
     disk = None if scheduler.prefixes is None else scheduler.prefixes.host
     disk = disk if isinstance(disk, DiskTier) else None
     used, useful, prefixes = scheduler.pool.num_used, len(full) * size + tails, stats.prefix_cache
-    counted, known = vars(prefixes) | vars(stats), {each.name for each in fields(EngineMetrics)}
     own: dict[str, Any] = {
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
@@ -134,5 +133,10 @@ def measured(scheduler: Scheduler, stats: GeneratorStats) -> EngineMetrics:
         "disk_blocks": 0 if disk is None else disk.num_on_disk,
         "disk_errors": {} if disk is None else dict(disk.errors),
     }
-    # the other ones are counters of these names, as they are now
-    return EngineMetrics(**{n: deepcopy(x) for n, x in counted.items() if n in known} | own)
+    others = {each.name for each in fields(EngineMetrics)} - own.keys()
+
+    def counters(record: object) -> dict[str, Any]:
+        """Of these names, as they are now."""
+        return {name: deepcopy(count) for name, count in vars(record).items() if name in others}
+
+    return EngineMetrics(**own, **counters(prefixes), **counters(stats))  # a name in both raises

@@ -148,9 +148,11 @@ class GeneratorStats:
     """Counters since construction. Seconds are of prefill and of decode; a step of both is split by its
     parts' time, or by tokens where they run in one pass or are launched. ``passes``: forwards of the model,
     each of which reads the weights once; ``mixed_steps``: those with decodes and chunks of prompts.
-    ``late_compiles``: kernels and graphs of torch.compile that the process compiled while steps ran.
-    ``prefix_cache``: tokens that were looked up and found, and why others were not, of each request once, put
-    back or not. ``swapped``: of ``preemptions``, those whose blocks go to the host when others need them.
+    ``decode_tokens``: of decodes, counted by the step that reads them, which with graphs is one behind the
+    step that computes them. ``late_compiles``: kernels and graphs of torch.compile that the process compiled
+    while steps ran. ``prefix_cache``: tokens that were looked up and found, and why others were not, of each
+    request once, put back or not. ``swapped``: of ``preemptions``, those whose blocks go to the host when
+    others need them.
     ``finished``: requests by ``finish_reason``; ``queue``, ``first_token``, ``between_tokens``,
     ``end_to_end``: latencies, as in `EngineMetrics`."""
 

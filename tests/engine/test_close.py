@@ -1,6 +1,7 @@
 """`Generator.close`: the model is as it was, nothing stays allocated, and who had requests learns of it."""
 
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -333,3 +334,17 @@ def test_a_module_of_two_models_keeps_its_forward_until_both_are_closed(first: i
     assert engines[1 - first].generate([PROMPT], params)[0].token_ids == want
     engines[1 - first].close()
     assert not any(hasattr(part, MARK) or "forward" in vars(part) for part in mixers_of(model))
+
+
+def test_a_pickle_of_a_model_that_an_engine_runs_is_one_that_none_runs() -> None:
+    """What is unpickled has its class's forwards on the instance, in the place of ours: behind an engine of
+    its own it has none."""
+    model = model_of("mamba").eval()
+    before = facts(model)["forwards"]
+    with engine(model, compile=False):
+        twin = pickle.loads(pickle.dumps(model))
+        want = engine(model, compile=False).generate([PROMPT], SamplingParams(4))[0].token_ids
+    with engine(twin, compile=False) as generator:
+        assert generator.generate([PROMPT], SamplingParams(4))[0].token_ids == want
+    assert facts(twin)["forwards"] == before
+    assert not any(hasattr(module, MARK) for module in twin.modules())

@@ -186,7 +186,10 @@ def put_in(functions: Mapping[Any, Function | Functions | None], holder: str = A
         for name, function in _by_name(made).items():
             held: dict[str, Replaced] = vars(module).setdefault(MARK, {})
             if name not in held or not held[name].is_in(module, name):
-                held[name] = Replaced(vars(module).get(name), function)
+                before = vars(module).get(name)
+                if getattr(before, "__func__", before) is getattr(type(module), name, None):
+                    before = None  # its class's, which a pickle makes of one of ours
+                held[name] = Replaced(before, function)
                 if not held[name].is_in(module, name):
                     setattr(module, name, types.MethodType(function, module))
             held[name].holders.add(holder)

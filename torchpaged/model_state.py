@@ -51,16 +51,12 @@ Modules = Mapping[str, nn.Module]
 _OF_ALL = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
 
 
-def holders_of_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """What holds the forward hooks of a module, those of all modules among them."""
-    return (module._forward_pre_hooks, module._forward_hooks, *_OF_ALL)
-
-
 def hooks_of(module: nn.Module) -> list[Any]:
     """The forward hooks of a module, those of all modules among them, without those that change nothing: by
     which transformers collects hidden states and attentions, which it leaves there for ever, and those of
     `module_ranges`."""
-    hooks = chain.from_iterable(map(dict.values, holders_of_hooks(module)))
+    held = (module._forward_pre_hooks, module._forward_hooks, *_OF_ALL)
+    hooks = chain.from_iterable(map(dict.values, held))
     return [hook for hook in hooks if getattr(hook, "__module__", "") not in _WATCHERS]
 
 

@@ -31,7 +31,6 @@ from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.several_calls import choose_rolling
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings
-from torchpaged.hf.step_tape import StepTape
 from torchpaged.hf.support import (
     eos_token_ids,
     fusion_of,
@@ -144,7 +143,6 @@ class PagedModel(NotCopied):
         self.kv_cache, self.rings = make_pools(probed, said, rolling, room, self.device)
         self._cache = self._make_cache(probed, said, pools)
         self.choice: Choice = self._cache.choice
-        self._tape = StepTape(model)
 
     def _read(self, model: PreTrainedModel, config: Any) -> None:
         """Facts of the model that its callers ask for."""
@@ -275,14 +273,7 @@ class PagedModel(NotCopied):
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
-
-        def plain() -> Tensor:
-            return self._cache.run(self.model, input_ids, metadata, **options)
-
-        if logits_indices is None and not torch.compiler.is_compiling():
-            logits = self._tape.run(input_ids, metadata, self._cache.session.ops, plain)
-        else:
-            logits = plain()
+        logits = self._cache.run(self.model, input_ids, metadata, **options)
         self._cache.metadata = self._cache.in_rings = self._cache.state_slots = None
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]

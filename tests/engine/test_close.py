@@ -15,7 +15,7 @@ from model_coverage.architectures import model_of
 from torchpaged import ClosedError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach
-from torchpaged.hf.attached import MARK
+from torchpaged.hf.attached import MARK, put_in, take_out
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
 from torchpaged.model_state import hooks_of
 
@@ -348,3 +348,13 @@ def test_a_pickle_of_a_model_that_an_engine_runs_is_one_that_none_runs() -> None
         assert generator.generate([PROMPT], SamplingParams(4))[0].token_ids == want
     assert facts(twin)["forwards"] == before
     assert not any(hasattr(module, MARK) for module in twin.modules())
+
+
+def test_a_forward_of_another_module_comes_back() -> None:
+    """One of the same class, whose function is the class's, but not the module that it runs on."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].forward = model[1].forward
+    put_in({model[0]: ("forward", lambda self, x: x)})
+    assert model[0](2) == 2
+    take_out(model)
+    assert model[0].forward.__self__ is model[1]

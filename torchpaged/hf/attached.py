@@ -187,7 +187,8 @@ def put_in(functions: Mapping[Any, Function | Functions | None], holder: str = A
             held: dict[str, Replaced] = vars(module).setdefault(MARK, {})
             if name not in held or not held[name].is_in(module, name):
                 before = vars(module).get(name)
-                if getattr(before, "__func__", before) is getattr(type(module), name, None):
+                is_own = isinstance(before, types.MethodType) and before.__self__ is module
+                if is_own and before.__func__ is getattr(type(module), name, None):
                     before = None  # its class's, which a pickle makes of one of ours
                 held[name] = Replaced(before, function)
                 if not held[name].is_in(module, name):

@@ -1,6 +1,7 @@
 """Blocks that a pool gives up come back from the host with what they held: each block's content is known by
 its text (in any order of operations: test_cache_machine.py); books after a copy that raises."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -105,6 +106,16 @@ def test_a_copy_back_that_raises_loses_no_slots() -> None:
         tier.load([1], [2])
     tier.clear()
     assert len(tier._free) == 8
+
+
+@pytest.mark.parametrize("forget", [HostTier.clear, lambda tier: tier.drop(1)])
+def test_what_waits_for_its_copy_is_forgotten_with_the_copies(forget: Callable[[HostTier], None]) -> None:
+    tier = HostTier(cast(HostBlocks, Broken()))
+    tier.save(1, 1)
+    forget(tier)
+    assert not tier.has(1)
+    tier.flush()
+    assert tier.saved_blocks == 0
 
 
 def test_what_was_not_to_be_saved_is_forgotten_with_the_rest() -> None:

@@ -29,7 +29,8 @@ latent_pairs(const __grid_constant__ Params p) {
     mbarrier_init(shared + Q_FULL_AT, FP8 ? GATHER_THREADS : QUERY_THREADS);
     mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
     mbarrier_init(shared + Q_FIRST_AT, FIRST_THREADS);
-    if (PAIRED) mbarrier_init(shared + PART_AT, 1);
+    if (PAIRED)
+      for (int half = 0; half < 2; ++half) mbarrier_init(shared + PART_AT + half * 8, 1);
     fence_mbarrier_init();
     if (!FP8) prefetch_tensormap(&p.kv);
   }

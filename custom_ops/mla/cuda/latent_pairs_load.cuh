@@ -30,9 +30,9 @@ constexpr int Q_FIRST_AT = Q_EMPTY_AT + 8;
 constexpr int SCAN_AT = Q_FIRST_AT + 8;           // numbers of opening the schedule
 constexpr int SEEN_AT = SCAN_AT;                  // [2 tiles, TILE_KV] bits, by latent_selected.cu
 constexpr int JOINED_AT = Q_FIRST_AT;             // by latent_selected.cu, in place of the other
-constexpr int PART_AT = SCAN_AT + SCAN_BYTES + OWN_BYTES;  // the other CTA's part of a request
-constexpr int SHARED_BYTES = PART_AT + 8;
-static_assert(PART_AT % 8 == 0, "a barrier");
+constexpr int PART_AT = SCAN_AT + SCAN_BYTES + OWN_BYTES;  // halves of the other CTA's part of a request
+constexpr int SHARED_BYTES = PART_AT + 16;
+static_assert(PART_AT % 8 == 0, "barriers");
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
 
 __device__ __forceinline__ u32 full_at(u32 shared, int slot, int square) {

@@ -313,10 +313,10 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     }
     return true;
   }
-  // The same of two neighbouring parts of a request, with sums as they are.
-  __device__ __forceinline__ bool join_parts(float (&sum)[2]) {
+  // The same of two neighbouring parts of a request, with sums as they are, in halves: what is there of the
+  // first one is stored, unless it is the whole result, while the second one comes.
+  __device__ __forceinline__ bool join_parts(float (&sum)[2], float *slot) {
     constexpr int STATES_AT = 32 * 128 * 16;  // behind the sums: levels and totals of rows
-    cluster_arrive_relaxed();
     cluster_wait();  // no tile is read any more
     if (ME != blockIdx.x % 2) {
       const u32 theirs = mapa(shared, ME), told = mapa(shared + PART_AT, ME);
@@ -326,35 +326,53 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
 #pragma unroll
       for (int n = 0; n < 32; ++n)
         st_async(theirs + (n * 128 + thread) * 16,
-                 {acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]}, told);
+                 {acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]}, told + n / 16 * 8);
       return false;
     }
-    if (thread == 0) mbarrier_arrive_expect_tx(shared + PART_AT, STATES_AT + ROWS * 16);
-    // arrive: the other CTA's warpgroup, with all bytes, and this thread
-    mbarrier_wait(shared + PART_AT, 0);
+    if (thread == 0) {
+      mbarrier_arrive_expect_tx(shared + PART_AT, STATES_AT / 2 + ROWS * 16);
+      mbarrier_arrive_expect_tx(shared + PART_AT + 8, STATES_AT / 2);
+    }
     float mine[2], others[2];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float4 state = load_shared(shared + STATES_AT + row(e) * 16);
-      const float now = fmaxf(level[e], state.x);
-      mine[e] = exp2_(level[e] - now);
-      others[e] = exp2_(state.x - now);
-      level[e] = now;
-      sum[e] = sum[e] * mine[e] + state.y * others[e];
-    }
+    for (int half = 0; half < 2; ++half) {
+      // arrive: the other CTA's warpgroup, with all bytes of the half, and this thread
+      mbarrier_wait(shared + PART_AT + half * 8, 0);
+      if (half == 0)
 #pragma unroll
-    for (int n = 0; n < 32; ++n) {
-      const float4 x = load_shared(shared + (n * 128 + thread) * 16);
-      acc[n * 4] = acc[n * 4] * mine[0] + x.x * others[0];
-      acc[n * 4 + 1] = acc[n * 4 + 1] * mine[0] + x.y * others[0];
-      acc[n * 4 + 2] = acc[n * 4 + 2] * mine[1] + x.z * others[1];
-      acc[n * 4 + 3] = acc[n * 4 + 3] * mine[1] + x.w * others[1];
+        for (int e = 0; e < 2; ++e) {
+          const float4 state = load_shared(shared + STATES_AT + row(e) * 16);
+          const float now = fmaxf(level[e], state.x);
+          mine[e] = exp2_(level[e] - now);
+          others[e] = exp2_(state.x - now);
+          level[e] = now;
+          sum[e] = sum[e] * mine[e] + state.y * others[e];
+        }
+#pragma unroll
+      for (int n = half * 16; n < half * 16 + 16; ++n) {
+        const float4 x = load_shared(shared + (n * 128 + thread) * 16);
+        acc[n * 4] = acc[n * 4] * mine[0] + x.x * others[0];
+        acc[n * 4 + 1] = acc[n * 4 + 1] * mine[0] + x.y * others[0];
+        acc[n * 4 + 2] = acc[n * 4 + 2] * mine[1] + x.z * others[1];
+        acc[n * 4 + 3] = acc[n * 4 + 3] * mine[1] + x.w * others[1];
+      }
+      if (slot) store_sums(slot, half * 16, half * 16 + 16);
     }
     return true;
+  }
+  __device__ __forceinline__ void store_sums(float *slot, int first, int last) const {
+#pragma unroll
+    for (int n = first; n < last; ++n)
+      ((float4 *)slot)[(ME * 32 + n) * 128 + thread] =
+          float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]};
   }
   // `sums`: of this segment; they are still read while those of the next one are written.
   __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile, int joined, float *sums) {
     if constexpr (SELECTED && CLUSTER == 2) cluster_arrive_relaxed();
+    else if (PAIRED && joined) {
+      __syncwarp();
+      cluster_arrive_relaxed();
+    }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
@@ -369,9 +387,9 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     if constexpr (SELECTED) {
       if (CLUSTER == 2 && !join(both)) return;
     } else if (PAIRED && joined) {
-      if (!join_parts(both)) return;
       whole = joined == 2;
       slot = slot_of(p, group & ~1, 0, row_tile);
+      if (!join_parts(both, whole ? nullptr : slot)) return;
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -395,11 +413,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
           *(float2 *)(slot + ROWS * RANK + row(e) * 2) = float2{level[e], sum};
       }
     }
-    if (!whole)
-#pragma unroll
-      for (int n = 0; n < 32; ++n)
-        ((float4 *)slot)[(ME * 32 + n) * 128 + thread] =
-            float4{acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]};
+    if (!whole && (SELECTED || !PAIRED || !joined)) store_sums(slot, 0, 32);
   }
   template <class W> __device__ __forceinline__ void run(W walk, int group, int joined = 0) {
     int parity = 0;

@@ -25,7 +25,7 @@ FP8_CTAS, FP8_TILE_ROWS, FP8_TOKENS = 2, 16, 65536
 _SHARED = 227 * 1024
 _DTYPES = (torch.bfloat16, torch.float16)
 _TILE_KV, _MAX_STAGES = 64, 4
-_OWN = 668  # latent_scheduler.cuh's OWN_BYTES, and a barrier
+_OWN = 676  # latent_scheduler.cuh's OWN_BYTES, and two barriers
 _MIN_TILES = 2
 #: CTAs that share a request, of how many at most (a part of the chip holds two such clusters at a time), and
 #: how long contexts may get there, by the table's width, for each request, of which 4 are counted at least:

@@ -1,6 +1,7 @@
-"""Blocks that a pool gives up come back from the host with what they held: each block's content is known by
-its text (in any order of operations: test_cache_machine.py); books after a copy that raises."""
+"""Blocks that a pool gives up come back from the host with what they held: random operations over real pools,
+each block's content known by its text; books after a copy that raises."""
 
+import random
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,6 +11,30 @@ from tiered_engine import SIZE, TieredEngine
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.cache.host_tier import HostTier
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_order_texts_come_in(seed: int, num_slots: int) -> None:
+    draw, engine = random.Random(seed), TieredEngine(14, num_slots)
+    systems = [[draw.randrange(1000) for _ in range(draw.randrange(4, 25))] for _ in range(5)]
+    for turn in range(200):
+        tokens = draw.choice(systems)[: draw.randrange(1, 30)] + [draw.randrange(3) for _ in range(6)]
+        engine.run(tokens, draw.choice([None, "salt"]))
+        if draw.random() < 0.02:
+            engine.prefixes.clear("weights")
+            assert len(engine.host) == 0
+        if draw.random() < 0.1:
+            engine.prefixes.save_none(list(engine.cache.pool.idle)[:3])
+        if draw.random() < 0.05:
+            failed = engine.prefixes.text(tokens)
+            blocks = failed.take() or []
+            failed.forget()
+            engine.cache.pool.free(blocks)
+        if turn == 100:
+            engine.host.recompute_seconds = lambda: draw.choice([0.0, 1e9])
+    assert engine.host.loaded_blocks > 0 or num_slots == 1
+    assert engine.prefixes.stats.host_tokens == engine.host.loaded_blocks * SIZE
 
 
 def test_a_second_copy_is_not_made() -> None:
@@ -24,7 +49,6 @@ def test_a_second_copy_is_not_made() -> None:
     assert engine.host.saved_blocks <= saved + 6, "those of the other text alone"
     stats = engine.prefixes.stats
     assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())
-    assert stats.host_tokens == engine.host.loaded_blocks * SIZE
 
 
 def test_what_is_faster_to_compute_stays_there() -> None:

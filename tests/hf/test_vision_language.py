@@ -135,6 +135,25 @@ def test_text_behind_pictures(name: str) -> None:
             generate(model, call, cache, use_cache=False)
 
 
+@pytest.mark.parametrize("length", [9, 12, 14])
+@pytest.mark.parametrize("name", ["exaone4_5", "glm4v", "paligemma2", "qwen2_5_vl", "qwen3_vl"])
+def test_another_prompt_without_a_reset(name: str, length: int) -> None:
+    """PaliGemma's positions begin at 1; M-RoPE's reach attention in a first prompt alone, and EXAONE's are
+    made anew behind what is cached."""
+    model, _ = case(name)
+    prompts = [{"input_ids": torch.randint(3, 90, (2, count))} for count in (7, length)]
+    with paged(model):
+        cache = cache_of(model)
+        generate(model, prompts[0], cache)
+        with pytest.raises(ArgumentError, match=r"14 in the cache.*; call cache.reset\(\)"):
+            generate(model, prompts[1], cache)
+        cache.reset()
+        first = generate(model, prompts[0], cache)
+        further = {"input_ids": torch.cat([first.sequences, prompts[1]["input_ids"][:, :8]], 1)}
+        got = generate(model, further, cache)
+        same_logits(got, generate(model, further, cache_of(model)))
+
+
 def test_pictures_behind_others_in_the_cache_are_refused() -> None:
     model, call = case("gemma3")
     with paged(model), torch.no_grad():

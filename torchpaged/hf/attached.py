@@ -152,7 +152,10 @@ def give_functions(model: PreTrainedModel) -> None:
     family = family_of(config.model_type)
     functions = family.functions(model)
     put_in({**functions, **_other_modules(model)})
-    if functions or family.hides_positions or model.config.is_encoder_decoder:
+    hides = family.hides_positions or family_of(model.config.model_type).hides_positions
+    # M-RoPE's positions reach attention in a first prompt alone
+    hides = hides or any(hasattr(module, "rope_deltas") for module in model.modules())
+    if functions or hides or model.config.is_encoder_decoder:
         put_in(_looking_at_prompts(model))
     if functions:
         setattr(model, _CONFIG, _Given.of(config))

@@ -86,7 +86,8 @@ class CacheRows:
         self.num_forwards = 0
         self._covered = self.max_seq_len  # tokens per row that the rows' blocks have room for
         self.expects_candidates = False  # of tokens that it holds, see row_refusals.py
-        self.is_padded = False  # as far as `padding` does not tell, likewise
+        self.is_padded = False  # or has pictures, as far as `padding` does not tell, likewise
+        self.first_place: Tensor | int = 0  # of the first tokens: PaliGemma's positions begin at 1
         self.looked_at = 0  # the forward that it looked at last
         self.attended = 0  # the forward whose first attention was looked at
         self.attended_by: weakref.ref[nn.Module] | None = None  # whose module, see row_refusals.py

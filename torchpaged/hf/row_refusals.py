@@ -38,8 +38,9 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     if written and query_len > 1:
         rows.hands_use_cache_on |= bool(options.get("use_cache"))
     if first == 0:
+        _note_first(rows, positions)
         if _can_be_read(positions):
-            rows.is_padded = not _end_at(positions, query_len)
+            rows.is_padded = not _end_at(rows, positions, query_len)
         if written:
             rows.looked_at = rows.num_forwards
         return
@@ -47,7 +48,8 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
         return
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    start = None if positions is None else int(positions.flatten()[0])
+    rows.first_place = int(rows.first_place)
+    start = None if positions is None else int(positions.flatten()[0]) - rows.first_place
     if options.get("use_cache") is False and query_len > 1:
         _refuse_uncached(rows, query_len, first, start, is_told=rows.hands_use_cache_on or not written)
     if rows.expects_candidates and query_len > first and start in (None, 0):
@@ -58,14 +60,14 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
             "call cache.reset() before it",
         )
     # A prompt of n tokens, no more than are cached, loses its first ones: its mask, and so its positions, end
-    # at n, or without a mask of the caller's at n more than are cached. Masks tell of padded rows.
+    # at n, or without a mask of the caller's at n more than are cached. So may a turn's behind padding.
     ahead = first - query_len
     again = start == 0 if ahead <= 0 else start is not None and 2 * start in (ahead, ahead + 2 * first)
-    if again and not (rows.is_padded or any(rows.padding or ())):
+    if again and not rows.is_padded and start != max(first - (rows.padding or [0])[0], 0):
         expected = f"tokens behind the {first} in the cache"
         raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
     if not rows.is_padded and _can_be_read(positions):  # a part of a prompt may have a picture
-        rows.is_padded = not _end_at(positions, first + query_len)
+        rows.is_padded = not _end_at(rows, positions, first + query_len)
     rows.expects_candidates, rows.looked_at = False, rows.num_forwards
 
 
@@ -148,13 +150,24 @@ def note_padding(rows: CacheRows, query_len: int, options: Mapping[str, Any]) ->
     masks are used and the cache gets none. Arguments as of `require_new`, behind the write."""
     positions = options.get("position_ids")
     if rows.first_position(query_len) == 0 and query_len > 1 and positions is not None:
-        rows.is_padded = not _end_at(positions, query_len)
+        _note_first(rows, positions)
+        rows.is_padded = not _end_at(rows, positions, query_len)
 
 
-def _end_at(positions: Tensor, length: int) -> bool:
-    """Whether the last tokens of all rows stand where those of rows of ``length`` tokens do that are neither
-    padded nor have pictures, whose tokens share places."""
-    return bool((positions[..., -1] == length - 1).all())
+def _note_first(rows: CacheRows, positions: Tensor | None) -> None:
+    """Keep where the positions of a batch begin, on their device: nothing waits for it."""
+    if positions is None or get_proxy_mode() is not None:
+        return
+    if not (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+        rows.first_place = positions.amin()
+
+
+def _end_at(rows: CacheRows, positions: Tensor, length: int) -> bool:
+    """Whether the last tokens of all rows stand where those of rows of ``length`` tokens do whose padding is
+    known, and which have no pictures, whose tokens share places. Positions may count padding, too."""
+    last, end = positions[..., -1], int(rows.first_place) + length - 1
+    ends = [last] if not any(rows.padding or ()) else [last, last + last.new_tensor(rows.padding)]
+    return any(bool((each == end).all()) for each in ends)
 
 
 def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:

@@ -35,6 +35,8 @@ register_family(
         hides_positions=True,
     )
 )
+# A whole model, which drops the positions that generate() prepared; its text model is another one's, too.
+register_family(Family(("hyperclovax_vision_v2",), hides_positions=True))
 
 register_family(
     Family(

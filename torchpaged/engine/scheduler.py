@@ -256,7 +256,8 @@ class Scheduler:
         have used half of theirs. ``lacking``: those that were not ready."""
         if all(s.row is None or len(s.blocks) <= s.blocks_on_device for s in lacking):
             return
-        more, room = list[tuple[Sequence, int]](), self.pool.num_unpinned // 2
+        more: list[tuple[Sequence, int]] = []
+        room = self.pool.num_unpinned // 2
         for s in step.decodes:
             if s.has_room_until < self.steps.most + self.lookahead // 2:
                 tokens = min(len(s.tokens) + s.in_flight + self.ahead + self.lookahead, s.max_len - 1)

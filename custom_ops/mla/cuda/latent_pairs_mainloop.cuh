@@ -245,6 +245,17 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     wgmma_wait<0>();
     release(OTHER);
   }
+  // Of row e: factors of this CTA's sums and of the other's, whose level and total came; what came with them.
+  __device__ __forceinline__ float join_state(u32 states, int e, float (&sum)[2], float (&mine)[2],
+                                              float (&others)[2]) {
+    const float4 state = load_shared(states + row(e) * 16);
+    const float now = fmaxf(level[e], state.x);
+    mine[e] = exp2_(level[e] - now);
+    others[e] = exp2_(state.x - now);
+    level[e] = now;
+    sum[e] = sum[e] * mine[e] + state.y * others[e];
+    return state.z;
+  }
   // Two CTAs took turns at the tiles: each has the result of half of the columns, those of one warpgroup, to
   // which the other CTA's sends its sums and its rows' states; sums as float16 over a power of two for each
   // row, which its largest finite number gives. The CTAs meet from the begin of `finish` on. False: this one
@@ -292,13 +303,8 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
     float mine[2], others[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float4 state = load_shared(shared + STATES_AT + row(e) * 16);
-      const float now = fmaxf(level[e], state.x);
-      mine[e] = exp2_(level[e] - now);
-      others[e] = exp2_(state.x - now);
-      level[e] = now;
-      sum[e] = sum[e] * mine[e] + state.y * others[e];
-      others[e] *= state.z;
+      const float power = join_state(shared + STATES_AT, e, sum, mine, others);
+      others[e] *= power;
     }
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -340,14 +346,7 @@ template <int ME, bool SELECTED = false> struct Warpgroup {
       mbarrier_wait(shared + PART_AT + half * 8, 0);
       if (half == 0)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float4 state = load_shared(shared + STATES_AT + row(e) * 16);
-          const float now = fmaxf(level[e], state.x);
-          mine[e] = exp2_(level[e] - now);
-          others[e] = exp2_(state.x - now);
-          level[e] = now;
-          sum[e] = sum[e] * mine[e] + state.y * others[e];
-        }
+        for (int e = 0; e < 2; ++e) join_state(shared + STATES_AT, e, sum, mine, others);
 #pragma unroll
       for (int n = half * 16; n < half * 16 + 16; ++n) {
         const float4 x = load_shared(shared + (n * 128 + thread) * 16);

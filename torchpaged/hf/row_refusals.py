@@ -48,7 +48,7 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
         return
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    start = None if positions is None else int(positions.flatten()[0] - rows.first_place)
+    start = None if positions is None else int(positions.flatten()[0]) - int(rows.first_place)
     if options.get("use_cache") is False and query_len > 1:
         _refuse_uncached(rows, query_len, first, start, is_told=rows.hands_use_cache_on or not written)
     if rows.expects_candidates and query_len > first and start in (None, 0):

@@ -13,7 +13,12 @@ from model_coverage.encoders import Attended
 from test_query_tokens import Kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers import MistralConfig
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from torchpaged.hf import query_starts
 from torchpaged.hf.call import LayerCall
@@ -339,6 +344,19 @@ def test_masks_that_are_not_described() -> None:
     assert held is not None
     assert held.kind == MaskKind()
     assert held_by(causal.clone()) is None  # another tensor says nothing
+
+
+def test_packed_sequences_are_not_described() -> None:
+    """Wherever the second one begins, also between the queries at which a windowed mask is looked at."""
+    config = MistralConfig(sliding_window=2)
+    config._attn_implementation = "torchpaged"
+    for first in range(200):
+        positions = torch.cat((torch.arange(first), torch.arange(200 - first)))[None]
+        mask = create_sliding_window_causal_mask(
+            config, torch.zeros(1, 200, 32), None, None, position_ids=positions
+        )
+        held = held_by(mask)
+        assert (held is not None and held.kind == MaskKind(window=2)) == (first == 0), first
 
 
 def test_who_was_made_for_sdpa() -> None:

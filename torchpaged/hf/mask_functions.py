@@ -69,10 +69,14 @@ def _ask(mask_function: MaskFunction, row: Tensor, query: Tensor, key: Tensor) -
     return single(*(place.expand(shape).reshape(-1) for place in places)).view(shape)
 
 
-def sees_next(mask_function: MaskFunction, rows: int, first: Any, count: int, device: Any) -> Tensor:
-    """Whether the query at each position from ``first`` on sees the key behind it, ``[rows, count]`` bool."""
-    query = first + torch.arange(count, device=device)[None]
-    return _ask(mask_function, torch.arange(rows, device=device)[:, None], query, query + 1)
+def sees_next(
+    mask_function: MaskFunction, rows: int, first: Any, count: int, device: Any, back: bool = False
+) -> Tensor:
+    """Whether the query at each position from ``first`` on sees the key behind it, ``[rows, count]`` bool;
+    ``back``: whether the query behind it sees the key there."""
+    place = first + torch.arange(count, device=device)[None]
+    query, key = (place + 1, place) if back else (place, place + 1)
+    return _ask(mask_function, torch.arange(rows, device=device)[:, None], query, key)
 
 
 def _agreeing(
@@ -105,12 +109,16 @@ def kind_without_cache(
     block = _Block(rows, _grid(query_len, _QUERIES)[None, :, None], keys[None, None])
     try:
         agreed = _agreeing(mask_function, [block], [(kind, Spans()) for kind in kinds])
-        # Between the positions that are looked at, tokens may see each other in both directions.
-        after = sees_next(mask_function, batch, 0, kv_len - 1, "cpu")
+        # Between the positions that are looked at, tokens may see each other in both directions, or a packed
+        # sequence may begin, whose first token sees none in front.
+        before, after = (
+            sees_next(mask_function, batch, 0, kv_len - 1, "cpu", back) for back in (True, False)
+        )
     except Exception:  # it looks into tensors elsewhere
         return None
     for kind, _ in agreed:
-        if bool((after == (kind.sides[1] > 0)).all()):
+        left, right = kind.sides
+        if bool(((before == (left > 0)) & (after == (right > 0))).all()):
             return kind
     return None
 

@@ -10,6 +10,7 @@ import transformers
 from model_coverage.vision_language import examine, generate
 from model_coverage.vision_models import batch_of, model_of, tokens_per_picture
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
@@ -28,7 +29,7 @@ def case(
 
 
 def cache_of(model: PreTrainedModel, **options: Any) -> PagedCache:
-    return PagedCache(model.config, 4, 64, block_size=4, **options)
+    return PagedCache(model.config, 4, **{"max_seq_len": 64, "block_size": 4, **options})
 
 
 def same_logits(got: Any, want: Any) -> None:
@@ -115,24 +116,43 @@ def test_one_cache_for_several_batches() -> None:
         same_logits(generate(model, told, cache), want)
 
 
+@pytest.mark.parametrize("more", [-19, 0, 1, 2, 30])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_vl", "glm4v"])
-def test_text_behind_pictures(name: str) -> None:
-    """Attention is told no positions of it, and always use_cache=False, its layer's default."""
+def test_text_behind_pictures(name: str, padded: bool, more: int) -> None:
+    """Attention is told no positions of it, and always use_cache=False, its layer's default; so many tokens
+    ``more`` than are cached."""
     model, call = case(name, ("titit", "tit"))
-    del call["attention_mask"]
+    if not padded:
+        del call["attention_mask"]
     first = generate(model, call)
-    text = {"input_ids": torch.cat([first.sequences % 99, torch.randint(3, 90, (2, 4))], 1)}
-    types = torch.zeros(2, text["input_ids"].shape[1], dtype=torch.int64)
-    types[:, : call["input_ids"].shape[1]] = call["mm_token_type_ids"]
-    text["mm_token_type_ids"] = types
+    length = first.sequences.shape[1]
+    text = {"input_ids": torch.cat([first.sequences % 99, torch.randint(3, 90, (2, length + more - 2))], 1)}
+    ahead = text["input_ids"].shape[1] - call["input_ids"].shape[1]
+    text["mm_token_type_ids"] = F.pad(call["mm_token_type_ids"], (0, ahead))
+    if padded:
+        text["attention_mask"] = F.pad(call["attention_mask"], (0, ahead), value=1)
     want = generate(model, text, first.past_key_values)
     with paged(model):
-        cache = cache_of(model)
+        cache = cache_of(model, max_seq_len=128)
         generate(model, call, cache)
         same_logits(generate(model, text, cache), want)
         cache.reset()
         with pytest.raises(ArgumentError, match="give it use_cache=True"):
             generate(model, call, cache, use_cache=False)
+
+
+@pytest.mark.parametrize("more", [4, 40])
+def test_all_tokens_again_where_attention_is_told_nothing(more: int) -> None:
+    """Of a model that is not attached, whose generate() is not looked at: its second step has a token more
+    than are cached."""
+    model, _ = case("qwen3_vl")
+    model.set_attn_implementation("torchpaged")
+    cache = cache_of(model, max_seq_len=128)
+    first = generate(model, {"input_ids": torch.randint(3, 90, (2, 7))}, cache)
+    further = {"input_ids": torch.cat([first.sequences, torch.randint(3, 90, (2, more))], 1)}
+    with pytest.raises(ArgumentError, match="give it use_cache=True"):
+        generate(model, further, cache, use_cache=False)
 
 
 @pytest.mark.parametrize("length", [9, 12, 14])

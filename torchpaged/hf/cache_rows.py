@@ -84,6 +84,7 @@ class CacheRows:
         self.padding: list[int] | None = None
         self.cut_padding = False
         self.num_forwards = 0
+        self.generates = False  # for a generate() whose use_cache was looked at, see row_refusals.py
         self._covered = self.max_seq_len  # tokens per row that the rows' blocks have room for
         self.expects_candidates = False  # of tokens that it holds, see row_refusals.py
         self.is_padded = False  # or has pictures, as far as `padding` does not tell, likewise

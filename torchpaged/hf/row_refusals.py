@@ -73,11 +73,11 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
 def _refuse_uncached(rows: CacheRows, query_len: int, first: int, start: int | None, is_told: bool) -> None:
     """Refuse ``use_cache=False`` behind ``first`` tokens if it is the caller's, as it is where attention
     ``is_told``. Models that don't hand it on (OLMo 3, Qwen3-VL) always give the layers' default, False: there
-    the position ``start`` of the first row tells, if its padding is known, or without positions that there
-    are more tokens than before."""
+    the position ``start`` of the first row tells, if its padding is known, or without positions that
+    generate()'s second step has one token more than are cached, unless generate() was looked at."""
     padding = rows.padding or [0]
     if start is None:
-        anew = query_len > first
+        anew = query_len == first + 1 and not rows.generates
     else:
         anew = start == 0 < first - padding[0] and (any(padding) or not rows.is_padded)
     if is_told or anew:
@@ -198,6 +198,8 @@ def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:
     if begins and (first := int(cache.get_seq_length())):
         expected = f"one over all tokens, the {first} in the cache and more, and no prefill_chunk_size"
         raise ArgumentError("decoder_attention_mask", expected, "none, or a shorter one", ANOTHER_PROMPT)
+    if cache.rows is not None:
+        cache.rows.generates = True
 
 
 def assert_padding(rows: CacheRows, mask: Tensor) -> None:

@@ -104,6 +104,16 @@ def _sum_of(tensor: Tensor) -> int:
     return total % 2**64
 
 
+def _is_counted(tensor: Tensor) -> bool:
+    """Whether torch counts writes into it: not if it was made in inference mode, which one whose ``data`` was
+    replaced does not say of itself."""
+    try:
+        _version(tensor)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _is_fixed_rotation(module: nn.Module) -> bool:
     """Whether it is a ``rotary_emb`` of transformers whose angles are those of positions alone."""
     kinds = getattr(module, "rope_type", None)
@@ -203,9 +213,9 @@ class ModelState:
             if found is not None and type(found.data) is Tensor
         ]
         self._on_device = [tensor for _, tensor in self._plain]
-        self._counted = [each for each in self._tensors if each is not None and not each.is_inference()]
+        self._counted = [each for each in self._tensors if each is not None and _is_counted(each)]
         self._addresses: list[int] | None = self._lie_at()
-        self._turning = [(where, tensor) for where, tensor in self._turning if not tensor.is_inference()]
+        self._turning = [(where, tensor) for where, tensor in self._turning if _is_counted(tensor)]
         self._turned: list[int] | None = self._writes()
 
     def _writes(self) -> list[int]:

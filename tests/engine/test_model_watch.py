@@ -289,3 +289,15 @@ def test_graphs_over_what_unfuse_freed_are_not_replayed(model: Any, monkeypatch:
         with pytest.raises(ArgumentError, match="has another forward|has other forward hooks"):
             generator.generate([PROMPTS[0][:6]], PARAMS)
     assert len(replays) == before
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_fused_weights_made_in_inference_mode(make_llama: Callable[..., Any], graphs: bool) -> None:
+    """Fusing gives them other ``data``: then they neither count writes nor say that they are such weights."""
+    with torch.inference_mode():
+        models = [make_llama(vocab_size=99, hidden_size=64, intermediate_size=96) for _ in range(2)]
+    tokens = []
+    for model, fused in zip(models, (True, False), strict=True):
+        with made(model, fuse=fused, graphs=graphs, compile=False) as generator:
+            tokens.append([output.token_ids for output in generator.generate(PROMPTS, PARAMS)])
+    assert tokens[0] == tokens[1]

@@ -28,11 +28,11 @@ STATUS: dict[Any, int] = dict.fromkeys([ValueError, TypeError, RecursionError], 
 STATUS |= {ArgumentError: 400, TorchpagedError: 503, RequestError: 500, Exception: 500}
 
 
-def sampling_of(body: dict[str, Any]) -> SamplingParams:
+def sampling_of(body: dict[str, Any], chat: bool) -> SamplingParams:
     """The request's sampling; refuses what it does not know, unless it says nothing."""
     given: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 16}
     for name, value in body.items():
-        if name in ("model", "prompt", "messages", "stream", "user") or value is None:
+        if name in ("model", "messages" if chat else "prompt", "stream", "user") or value is None:
             continue
         if name in RENAMED and all(body.get(each) is not None for each in RENAMED):
             raise ArgumentError(name, "one of the two names", "both")
@@ -99,8 +99,10 @@ def make_app(generator: Generator, name: str) -> Any:
     async def made(body: dict[str, Any], chat: bool) -> Response:
         if (streams := body.get("stream")) not in (None, False, True):
             raise ArgumentError("stream", "true or false", repr(streams))
-        prompt = prompt_of(body, generator.tokenizer, chat)
-        answered = generator.answer(prompt, sampling_of(body))
+        sampling = sampling_of(body, chat)
+        # In a thread: a prompt of megabytes takes seconds, in which others have their tokens.
+        prompt = await asyncio.to_thread(prompt_of, body, generator.tokenizer, chat)
+        answered = generator.answer(prompt, sampling)
         first = await anext(answered)  # it is queued, or refused, by now
         kind = ("chat.completion.chunk" if streams else "chat.completion") if chat else "text_completion"
         head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": name, "object": kind}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,7 @@ def test_a_client_that_goes_away_while_it_waits(
         {"prompt": "5 " * 64},
         {"prompt": "5", "max_tokens": 2, "max_completion_tokens": 3},
         {"prompt": "5", "stop": 5},
+        {"prompt": "5", "messages": [{"role": "user", "content": "5"}]},
         [1],
     ],
     ids=str,
@@ -231,6 +233,26 @@ def test_requests_that_fail(llama: Any, server: ModuleType) -> None:
     assert (answer.status_code, closed.status_code, parts[-2]) == (500, 503, "data: [DONE]")
     assert [error["type"] for error in errors] == ["RequestError", "ClosedError", "RequestError"]
     assert "no such letter" in errors[0]["message"]
+
+
+class Meeting(Words):
+    """Reads two prompts at a time."""
+
+    both = threading.Barrier(2)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        self.both.wait(60)
+        return super().__call__(text)
+
+
+def test_a_prompt_that_takes_long_to_read(llama: Any, server: ModuleType, want: list[int]) -> None:
+    """Others are answered meanwhile."""
+    generator = Generator(llama, Meeting(), max_batch_size=4, max_seq_len=64, compile=False).start()
+    app = server.make_app(generator, "tiny")
+    with generator, testclient.TestClient(app) as client, ThreadPoolExecutor(2) as pool:
+        bodies = [{"prompt": "5 9", **GREEDY}] * 2
+        answers = pool.map(lambda body: client.post("/v1/completions", json=body), bodies)
+        assert [numbers(answer.json()["choices"][0]["text"]) for answer in answers] == [want] * 2
 
 
 def test_metrics_and_models(client: Any) -> None:

@@ -109,11 +109,7 @@ def chunks_of(model: PagedModel, tokens: int, requests: int) -> list[tuple[Seque
 def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, Any]:
     """One prefill step, host work included, both ways of the engine: launched from Python and replayed from a
     graph of ``tokens``."""
-    device, chunks, reqs = (
-        torch.device(model.device),
-        chunks_of(model, tokens, requests),
-        max(8, requests),
-    )
+    device, chunks, reqs = (torch.device(model.device), chunks_of(model, tokens, requests), max(8, requests))
     rows = decode_rows(model, reqs, -(-MAX_SEQ_LEN // BLOCK_SIZE))
     graphs = PrefillGraphs(model, rows, [tokens], required=True, reason="measured")
     python, replayed = PackedSteps(model, rows), PackedSteps(model, rows, graphs)

@@ -55,10 +55,7 @@ def round_of(backend: str, batch: int, context: int, tokens: int, layers: int) -
             **options,
         )
 
-    return {
-        "plain": [call(pool) for pool in pools],
-        "tree": [call(pool, tree_mask=tree) for pool in pools],
-    }
+    return {"plain": [call(pool) for pool in pools], "tree": [call(pool, tree_mask=tree) for pool in pools]}
 
 
 def main() -> None:

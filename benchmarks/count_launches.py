@@ -48,10 +48,7 @@ def main() -> None:
             attach(with_random_weights(kind._from_config(config, attn_implementation="eager")).eval())
         )
         kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
-        document[family] = {
-            "before": by_kind(report.before, kinds),
-            "after": by_kind(report.after, kinds),
-        }
+        document[family] = {"before": by_kind(report.before, kinds), "after": by_kind(report.after, kinds)}
         print(f"{family}: {document[family]['before']} -> {document[family]['after']}", file=sys.stderr)
     print(json.dumps(document))
 

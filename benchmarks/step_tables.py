@@ -148,10 +148,7 @@ def serving() -> list[str]:
                     str(run["late_compiles"]),
                 ]
             )
-    return table(
-        ["engine", "start, s", "run", "tok/s", "first token, ms", "between two", "compiled"],
-        lines,
-    )
+    return table(["engine", "start, s", "run", "tok/s", "first token, ms", "between two", "compiled"], lines)
 
 
 def serving_steps() -> list[str]:

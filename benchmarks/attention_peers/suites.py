@@ -3,15 +3,7 @@
 import torch
 
 from attention_peers import cases
-from attention_peers.cases import (
-    LLAMA_8B,
-    AttentionCase,
-    K,
-    chunks,
-    equal_requests,
-    make_case,
-    short_length,
-)
+from attention_peers.cases import LLAMA_8B, AttentionCase, K, chunks, equal_requests, make_case, short_length
 from torchpaged.custom_ops.attention.mask import BlockSparse
 
 _E4M3 = torch.float8_e4m3fn

@@ -8,8 +8,4 @@ shape.py               one shape;  run.py: one run;
 
 from decode_step.run import exit_code, main, run
 
-__all__ = [
-    "exit_code",
-    "main",
-    "run",
-]
+__all__ = ["exit_code", "main", "run"]

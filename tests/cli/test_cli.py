@@ -182,7 +182,7 @@ def test_env_report() -> None:
 def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "code.tpc"
     arguments = [
-        *("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--compile-cache", str(path)),
+        *("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--compile-cache", str(path))
     ]
     first, second = run(*arguments), run(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr

@@ -164,11 +164,7 @@ def test_one_bad_number_among_many_rows(bad: str, dtype: torch.dtype) -> None:
     """Enough for the CPU's products of matrices, which take numbers apart; others see what is before it."""
     for options in ({}, {"window_left": 5}):
         batch = make_batch(
-            BatchSpec("many", (70, 300, 5), (1, 2, 1)),
-            head_dim=16,
-            num_heads=64,
-            num_kv_heads=1,
-            dtype=dtype,
+            BatchSpec("many", (70, 300, 5), (1, 2, 1)), head_dim=16, num_heads=64, num_kv_heads=1, dtype=dtype
         )
         poke(batch, bad[0], float(bad[2:]), 1, 299, 0, 5)
         results = run_paged_attention(BACKEND_OPS["cpu"], batch, **options)

@@ -48,11 +48,7 @@ BAD: dict[str, tuple[str, str, Any]] = {
     "g_of_half": ("delta_gates", "g", lambda a: {"g": a["g"].half()}),
     "g_on_beta": ("delta_gates", "beta", lambda a: {"g": a["beta"]}),
     "heads_apart": ("delta_gates", "a", lambda a: {"a": a["a"].transpose(1, 2)}),
-    "gates_of_parts_of_heads": (
-        "gated_rms_norm",
-        "gate",
-        lambda a: {"gate": torch.zeros(5, 12, 10)},
-    ),
+    "gates_of_parts_of_heads": ("gated_rms_norm", "gate", lambda a: {"gate": torch.zeros(5, 12, 10)}),
     "a_gate_too_narrow": ("gated_rms_norm", "gate", lambda a: {"gate": torch.zeros(5, 3, 20)}),
     "a_short_weight": ("gated_rms_norm", "weight", lambda a: {"weight": torch.zeros(19)}),
     "weights_of_other_heads": ("gated_rms_norm", "weight", lambda a: {"weight": torch.zeros(5, 20)}),

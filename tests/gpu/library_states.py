@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
         },
-    ),
+    )
 }
 #: Backend -> what is called: key heads, heads, and whether FlashInfer splits rows, which it does in three
 #: ways by the number of heads.
@@ -46,7 +46,7 @@ HEADS: dict[str, dict[str, tuple[int, int, bool]]] = {
         "split": (1, 2, True),
         "split 16": (4, 16, True),
         "split 30": (6, 30, True),
-    },
+    }
 }
 BATCHES = {name: (STATE_BATCHES | LONG_BATCHES)[name] for name in ("long", *LONG_BATCHES)} | {
     "one": Rows(((0, 1000),)),

@@ -68,9 +68,7 @@ FAMILIES = {
     "Qwen2": Sizes("Qwen2", {}, attaches=False),
     "Qwen3": Sizes("Qwen3", {"head_dim": 64}, attaches=False),
     "Gemma3": Sizes(
-        "Gemma3Text",
-        {**_WINDOW, "query_pre_attn_scalar": 64, "tie_word_embeddings": False},
-        attaches=False,
+        "Gemma3Text", {**_WINDOW, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}, attaches=False
     ),
     "GptOss": Sizes("GptOss", {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}, attaches=False),
     "Qwen3Moe": Sizes(
@@ -82,8 +80,7 @@ FAMILIES = {
     "DeepseekV3": Sizes("DeepseekV3", LATENT),
     "Youtu": Sizes("Youtu", {**LATENT, "rope_interleave": True}),
     "Lfm2": Sizes(
-        "Lfm2",
-        {**HYBRID, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+        "Lfm2", {**HYBRID, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
     ),
     "Qwen3Next": Sizes("Qwen3Next", {**DELTA_NET, "num_experts": 0}),
     "Qwen3_5": Sizes("Qwen3_5Text", DELTA_NET),

@@ -5,21 +5,11 @@ import torch
 import triton
 import triton.language as tl
 from captured import captured
-from op_inputs.sampling import (
-    SAMPLING_ROWS,
-    assert_samples_close,
-    make_accept_inputs,
-    make_sampling_inputs,
-)
+from op_inputs.sampling import SAMPLING_ROWS, assert_samples_close, make_accept_inputs, make_sampling_inputs
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.step_end.reference import gumbel_noise as reference_noise
-from torchpaged.custom_ops.step_end.triton.sample_noise import (
-    LEFT_OUT,
-    MARGIN,
-    coarse_score,
-    gumbel_noise,
-)
+from torchpaged.custom_ops.step_end.triton.sample_noise import LEFT_OUT, MARGIN, coarse_score, gumbel_noise
 from torchpaged.custom_ops.step_end.triton.sample_tokens import sample_tiles
 
 pytestmark = pytest.mark.gpu

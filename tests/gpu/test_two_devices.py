@@ -22,10 +22,7 @@ from torchpaged.hf import PagedCache, attach
 from torchpaged.layers import MLAAttention
 from torchpaged.testing import conformance_checks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 FIRST, SECOND = "cuda:0", "cuda:1"
 LENGTHS = [(1, 40), (1, 300), (17, 33), (5, 5)]
 SIZES: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 512, "block_size": 16}

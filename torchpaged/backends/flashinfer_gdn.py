@@ -207,10 +207,7 @@ def _further(spec: AttentionSpec) -> list[str]:
 BACKEND = Backend(
     name=NAME,
     capabilities=replace(
-        triton_kernels.CAPABILITIES,
-        device_types=("cuda",),
-        min_compute_capability=PROVED,
-        further=_further,
+        triton_kernels.CAPABILITIES, device_types=("cuda",), min_compute_capability=PROVED, further=_further
     ),
     ops=defined(
         "torchpaged_flashinfer_gdn",

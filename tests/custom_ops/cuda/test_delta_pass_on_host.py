@@ -74,10 +74,7 @@ def check_long_rows(call: LinearAttentionCall, given: dict[str, Any]) -> None:
             continue
         live = slice(begin + min(max(end - begin - int(call.seq_lens[row]), 0), end - begin), end)
         slot = int(call.state_slots[row])
-        for got, want in (
-            (call.out[live], exact_out[live]),
-            (call.state[slot], exact_state[slot]),
-        ):
+        for got, want in ((call.out[live], exact_out[live]), (call.state[slot], exact_state[slot])):
             if len(want):
                 error = float((got.double() - want).norm() / want.norm())
                 assert error < 8e-3, (row, error)

@@ -72,10 +72,7 @@ def test_no_spills_in_the_loop_and_no_serialised_products(tmp_path: Path, name: 
     main = kernel_of(config)[0]
     constants = {
         main: {"SHARED_BYTES": shared_bytes(config), "THREADS": threads_of(config)},
-        "latent_merge.cu": {
-            "SLOT_FLOATS": shape.slot_floats(config),
-            "MERGE_THREADS": latent.MERGE_THREADS,
-        },
+        "latent_merge.cu": {"SLOT_FLOATS": shape.slot_floats(config), "MERGE_THREADS": latent.MERGE_THREADS},
     }
     used = {}
     for file, values in constants.items():

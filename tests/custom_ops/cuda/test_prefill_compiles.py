@@ -209,8 +209,7 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @needs_nvcc
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "width 64", "width 256", "window", "e4m3", "e4m3 queries", "in parts, prefixes"],
+    "name", ["llama", "width 64", "width 256", "window", "e4m3", "e4m3 queries", "in parts, prefixes"]
 )
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in

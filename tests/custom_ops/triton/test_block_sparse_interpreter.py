@@ -18,12 +18,7 @@ from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
 from torchpaged.graphs import TapeCapture
-from torchpaged.testing import (
-    BATCH_SPECS,
-    BatchSpec,
-    make_batch,
-    run_paged_attention,
-)
+from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
 from torchpaged.testing.graph_conformance import check_replays, conformance_cases
 
 TRITON = BACKEND_OPS["triton"]

@@ -85,12 +85,7 @@ def test_requests_are_found_wherever_they_begin() -> None:
 
 
 @pytest.mark.slow_cases(
-    but=(
-        "*-mixed_padded-1-causal",
-        "some-mixed_padded-1-*",
-        "some-decode_edges-4-*",
-        "tails-left_padded-*",
-    )
+    but=("*-mixed_padded-1-causal", "some-mixed_padded-1-*", "some-decode_edges-4-*", "tails-left_padded-*")
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("parts", [1, 4])

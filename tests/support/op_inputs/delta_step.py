@@ -28,14 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "by_key": True,
         "bound": -5.0,
     },
-    "odd_by_key": {
-        "heads": 3,
-        "key_heads": 3,
-        "groups": 3,
-        "key_dim": 24,
-        "value_dim": 24,
-        "by_key": True,
-    },
+    "odd_by_key": {"heads": 3, "key_heads": 3, "groups": 3, "key_dim": 24, "value_dim": 24, "by_key": True},
     "odd": {"heads": 6, "key_heads": 3, "groups": 3, "key_dim": 24, "value_dim": 40, "bias": True},
 }
 

@@ -25,10 +25,7 @@ def opcheck_cases(
     """Case name -> (op, args, kwargs) over which ``torch.library.opcheck`` proves every overload."""
     batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, device=device, sinks=True, alibi=True)
     # opcheck compares mutated pools for equality
-    (
-        batch.k_cache.nan_to_num_(0.5),
-        batch.v_cache.nan_to_num_(0.5),
-    )
+    (batch.k_cache.nan_to_num_(0.5), batch.v_cache.nan_to_num_(0.5))
     num_tokens, num_heads, head_dim = batch.q.shape
     kv = torch.randn(num_tokens, batch.k_cache.shape[2], head_dim, dtype=dtype, device=device)
     slots = torch.arange(num_tokens, device=device) + 20

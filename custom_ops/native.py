@@ -37,7 +37,7 @@ def _candidates() -> list[Path]:
 
 
 def stamp(schemas: dict[str, str]) -> str:
-    """What a library of these ops has in its file (registration.cpp): how many arguments each takes."""
+    """What a library of these ops has in its file (stamp.cpp): how many arguments each takes."""
     counts = []
     for op, schema in sorted(schemas.items()):
         arguments = schema[: schema.rindex("->")].strip()[1:-1].split(",")

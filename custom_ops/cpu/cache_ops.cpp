@@ -147,6 +147,7 @@ void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
   store_tokens(rows_of(k), k_cache, slot_mapping, k_scale);
   store_tokens(rows_of(v), v_cache, slot_mapping, v_scale);
 }
+REGISTER_OP(write_kv)
 
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping) {
   check_pools(k_cache, v_cache);
@@ -186,5 +187,6 @@ void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping) {
     }
   }
 }
+REGISTER_OP(copy_blocks)
 
 }  // namespace torchpaged

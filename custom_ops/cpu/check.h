@@ -11,6 +11,13 @@
 #include <optional>
 #include <string>
 
+// Behind an op's function: it is the default and the .cpu overload on a CPU. Schemas, tags and fakes live in
+// Python (custom_ops/*/schema.py): with a 2.11 target the stable ABI can set neither.
+#define REGISTER_OP(op)                             \
+  STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {   \
+    for (const char* name : {#op, #op ".cpu"}) m.impl(name, TORCH_BOX(&op)); \
+  }
+
 namespace torchpaged {
 
 using torch::headeronly::ScalarType;

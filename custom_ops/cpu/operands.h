@@ -1,8 +1,8 @@
 // What ops make of tensors, and checks of it. Only for units that are compiled for every processor.
 #pragma once
+#include "check.h"
 #include "instruction_set.h"
 #include "operand.h"
-#include "ops.h"
 
 namespace torchpaged {
 

@@ -1,6 +1,6 @@
 // What the ops share that write tokens into pools: cache_ops.cpp has it.
 #pragma once
-#include "ops.h"
+#include "check.h"
 
 namespace torchpaged {
 

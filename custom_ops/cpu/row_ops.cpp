@@ -2,7 +2,7 @@
 #include <cmath>
 
 #define VEC_WIDTH 4
-#include "ops.h"
+#include "check.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -78,5 +78,6 @@ void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, T
     default: return merge<float>(out_a, lse_a, out_b, lse_b, out, target, scale);
   }
 }
+REGISTER_OP(merge_attn_states)
 
 }  // namespace torchpaged

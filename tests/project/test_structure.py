@@ -2,17 +2,17 @@
 name one of them. A new place fails here: pass the record on, or `torchpaged.functional.arguments` makes it.
 
 What a new option touches, tried with a toy: a tensor that scales the output, in the reference, refused by all
-other backends, in compiled calls too. Eight files:
+other backends, in compiled calls too. Seven files:
 
 * ``custom_ops/attention``: ``schema.py`` and ``call.py`` (declared), ``check.py`` (what it must be, and which
-  launchers take it), ``reference.py`` (what it means); ``cpu/paged_attention.cpp`` and
-  ``custom_ops/cpu/ops.h`` (the native kernel has the op's signature);
+  launchers take it), ``reference.py`` (what it means); ``cpu/paged_attention.cpp`` (the native kernel has the
+  op's signature);
 * ``torchpaged/backends/features.py`` (a row: backends without it refuse it, tables show it) and
   ``torchpaged/functional/attention.py`` (the public function).
 
 A fact of pools, which the writes take as well, is a field of `KVScales` (``custom_ops/pools.py``): schemas,
-records, checks and caches have that whole. Tried with a second factor of the keys: ten files, not eighteen.
-These are ``pools.py``, both references, the signatures in C++ (``cpu/ops.h``, ``cpu/cache_ops.cpp``,
+records, checks and caches have that whole. Tried with a second factor of the keys: nine files, not eighteen.
+These are ``pools.py``, both references, the signatures in C++ (``cpu/cache_ops.cpp``,
 ``cpu/paged_attention.cpp``), ``features.py``, the public functions (``functional/attention.py`` and
 ``cache_write.py``), and the pools of a layer (``torchpaged/cache/kv.py``).
 

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "attention_kernel.h"
+#include "../../cpu/check.h"
 #include "../../cpu/instruction_set.h"
-#include "../../cpu/ops.h"
 #include "../../cpu/parallel.h"
 
 namespace torchpaged {
@@ -315,5 +315,6 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
   check_values(p, max_query_len, block_table.size(1), k_cache.size(0));
   run(p);
 }
+REGISTER_OP(paged_attention)
 
 }  // namespace torchpaged

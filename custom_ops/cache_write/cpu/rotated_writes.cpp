@@ -136,5 +136,6 @@ void rope_write_kv(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_si
   store_tokens(rotated, k_cache, slot_mapping, k_scale);
   store_tokens(rows_of(v), v_cache, slot_mapping, v_scale);
 }
+REGISTER_OP(rope_write_kv)
 
 }  // namespace torchpaged

@@ -187,5 +187,6 @@ void apply_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor wei
   if (c.x.dtype == Number::Double) Run<double>(c).run();
   else Run<float>(c).run();
 }
+REGISTER_OP(apply_experts)
 
 }  // namespace torchpaged

@@ -94,5 +94,6 @@ void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std
   p.norm_eps = norm_eps; p.norm_offset = norm_offset;
   run_linear(p);
 }
+REGISTER_OP(linear)
 
 }  // namespace torchpaged

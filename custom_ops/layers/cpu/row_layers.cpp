@@ -89,6 +89,7 @@ void rms_norm(Tensor x, Tensor weight, Tensor out, double eps, double offset, st
   if (p.x.dtype == Number::Double) norm_rows<double>(p);
   else norm_rows<float>(p);
 }
+REGISTER_OP(rms_norm)
 
 void embedding(Tensor input_ids, Tensor weight, Tensor out, std::optional<Tensor> scale) {
   check_dims("input_ids", input_ids, {-1});
@@ -113,5 +114,6 @@ void embedding(Tensor input_ids, Tensor weight, Tensor out, std::optional<Tensor
   const auto run = table.dtype == Number::Double ? &look_up<double> : &look_up<float>;
   run(table, ids, stride, tokens, weight.size(1), to, factor);
 }
+REGISTER_OP(embedding)
 
 }  // namespace torchpaged

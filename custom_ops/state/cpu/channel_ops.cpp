@@ -71,6 +71,7 @@ void selective_scan(Tensor x, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor b,
                                 std::min(end * COLUMNS, channels));
                  });
 }
+REGISTER_OP(selective_scan)
 
 void rg_lru(Tensor x, Tensor input_weight, Tensor input_bias, Tensor recurrent_weight, Tensor recurrent_bias,
             Tensor recurrent_param, Tensor state, Tensor state_slots, Tensor seq_lens, Tensor query_start_loc,
@@ -108,5 +109,6 @@ void rg_lru(Tensor x, Tensor input_weight, Tensor input_bias, Tensor recurrent_w
     kernels.rg_lru(p, rows.data(), int64_t(rows.size()), begin, end);
   });
 }
+REGISTER_OP(rg_lru)
 
 }  // namespace torchpaged

@@ -66,6 +66,7 @@ void delta_gates(Tensor a, std::optional<Tensor> b, Tensor a_log, Tensor dt_bias
   for_each_range(tokens, 3 * EXP_WORK * p.columns,
                  [&](int64_t begin, int64_t end) { kernels.gates(p, begin, end); });
 }
+REGISTER_OP(delta_gates)
 
 void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps, bool gate_first,
                     std::optional<Tensor> skip, std::optional<Tensor> skip_weight, std::string activation) {
@@ -105,5 +106,6 @@ void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps
   for_each_range(tokens * p.num_heads, (EXP_WORK + 8) * p.width,
                  [&](int64_t begin, int64_t end) { kernels.norms(p, begin, end); });
 }
+REGISTER_OP(gated_rms_norm)
 
 }  // namespace torchpaged

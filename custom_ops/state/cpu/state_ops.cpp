@@ -49,6 +49,7 @@ void causal_conv(Tensor x, Tensor weight, Tensor conv_state, Tensor state_slots,
                                     std::min(end * PIECE_CHANNELS, channels));
                  });
 }
+REGISTER_OP(causal_conv)
 
 void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tensor state_slots,
                       Tensor seq_lens, Tensor query_start_loc, Tensor out, std::optional<Tensor> beta,
@@ -105,5 +106,6 @@ void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tens
     }
   });
 }
+REGISTER_OP(linear_attention)
 
 }  // namespace torchpaged

@@ -6,8 +6,8 @@
 #include <type_traits>
 
 #include "sampler.h"
+#include "../../cpu/check.h"
 #include "../../cpu/instruction_set.h"
-#include "../../cpu/ops.h"
 #include "../../cpu/parallel.h"
 
 namespace torchpaged {
@@ -187,6 +187,7 @@ void sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p
   check_rows<int64_t>("out", out, logits.size(0));
   draw_rows(p, nullptr, mutable_data<int64_t>(out));
 }
+REGISTER_OP(sample_tokens)
 
 void accept_tokens(Tensor sampled_token_ids, Tensor block_table, Tensor stop_token_ids, Tensor input_ids,
                    Tensor positions, Tensor seq_lens, Tensor slot_mapping, Tensor counters, Tensor remaining,
@@ -204,6 +205,7 @@ void accept_tokens(Tensor sampled_token_ids, Tensor block_table, Tensor stop_tok
                     " (none could be drawn), got ", sampled[i], " in row ", i);
   accept_rows(p, sampled);
 }
+REGISTER_OP(accept_tokens)
 
 void finish_step(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,
                  Tensor repetition_penalty, Tensor seeds, Tensor block_table, Tensor stop_token_ids,
@@ -220,6 +222,7 @@ void finish_step(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, 
   draw_rows(drawing, data<int32_t>(seq_lens), mutable_data<int64_t>(tokens_out));
   accept_rows(accepting, data<int64_t>(tokens_out));
 }
+REGISTER_OP(finish_step)
 
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size) {
@@ -242,5 +245,6 @@ void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids
     lens[i] = int32_t(length + 1);
   }
 }
+REGISTER_OP(advance_step)
 
 }  // namespace torchpaged

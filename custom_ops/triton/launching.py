@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton import notice
@@ -59,6 +60,13 @@ def require_launchable(tensor: Tensor) -> None:
         )
     if "triton" in sys.modules:  # else what is launched was stored, and needs no import of it
         watch_compiles()
+
+
+def require_floats(**tensor: Tensor) -> None:
+    """`require_launchable`, of a tensor of float32, bfloat16 or float16."""
+    for name, x in tensor.items():
+        require_launchable(x)
+        check_dtype(name, x, torch.bfloat16, torch.float16, torch.float32)
 
 
 def watch_compiles() -> None:

@@ -9,13 +9,11 @@ wide where head_dim allows it.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.cache_write.call import RotatedWriteCall
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.cache_writes import (
     begin_write,
     end_write,
@@ -28,8 +26,8 @@ from torchpaged.custom_ops.triton.launching import (
     early_launch,
     fp8_limit,
     next_power_of_2,
+    require_floats,
     require_fp8,
-    require_launchable,
 )
 from torchpaged.custom_ops.triton.records import Pool, Tokens
 
@@ -261,8 +259,7 @@ def rope_write_kv(call: RotatedWriteCall) -> None:
     """Launch `rope_write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``, in float32,
     bfloat16 or float16."""
     q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache = call[:9]
-    require_launchable(q)
-    check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(q=q)
     check_rope_write_kv(call)
     require_fp8(k_cache)
     if not q.shape[0]:

@@ -16,14 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.experts.call import ExpertsCall
 from torchpaged.custom_ops.experts.check import check_apply_experts
 from torchpaged.custom_ops.experts.triton import one_token
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.activate import activate
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 
@@ -286,8 +285,7 @@ def sizes_of(call: ExpertsCall) -> tuple[Sizes, Sizes]:
 
 def apply_experts(call: ExpertsCall) -> None:
     """Launch; arguments as in ``custom_ops/experts/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(call.x)
-    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=call.x)
     check_apply_experts(call)
     if (of_token := one_token.TokenSizes.of(call)) is not None:
         one_token.launch(call, of_token)

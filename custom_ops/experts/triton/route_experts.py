@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.experts.call import RouteCall
 from torchpaged.custom_ops.experts.check import check_route_experts
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix
 
 _NUMBERS = 8192  # of the router's weight, in the registers of a program
@@ -123,8 +122,7 @@ def choose_experts_kernel(
 
 def route_experts(call: RouteCall) -> None:
     """Launch both; arguments as in ``custom_ops/experts/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(call.x)
-    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=call.x)
     check_route_experts(call)
     x, weight, ids, weights, bias, scoring, num_groups, top_groups, group_best, norm_eps, scale = call
     tokens, (num_experts, width), early = x.shape[0], weight.shape, early_launch(x.device)

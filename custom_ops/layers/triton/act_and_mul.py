@@ -3,16 +3,14 @@
 Computed in float32, rounded once. 16 bytes per lane for 16-bit dtypes.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_act_and_mul
 from torchpaged.custom_ops.triton.activate import activate
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix
 
 _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
@@ -50,7 +48,6 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
     """Launch `act_and_mul_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
     or float16."""
-    require_launchable(gate_up)
-    check_dtype("gate_up", gate_up, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(gate_up=gate_up)
     check_act_and_mul(gate_up, out, activation=activation)
     launch(gate_up, out, activation)

@@ -5,15 +5,13 @@ step from reading its weights meanwhile. It waits first and lets its dependents 
 (docs/stream_order.md).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_embedding
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix
 
 
@@ -50,8 +48,7 @@ def num_warps_of(width: int, itemsize: int) -> int:
 
 def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
     """Launch; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(input_ids)
-    check_dtype("weight", weight, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(weight=weight)
     check_embedding(input_ids, weight, out, scale=scale)
     tokens, width = out.shape
     if tokens:

@@ -4,15 +4,13 @@ It starts early and lets the product behind it start, which reads its weights me
 torch's would each begin when the one ahead has ended.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_gate_heads
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Tokens
 
 _TILE = 1024  # numbers of a program: 4 warps of 8 per lane
@@ -51,8 +49,7 @@ def gate_heads_kernel(
 
 def gate_heads(x: Tensor, gate: Tensor, out: Tensor) -> None:
     """Launch; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(x)
-    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=x)
     check_gate_heads(x, gate, out)
     num_tokens, num_heads, width = x.shape
     if not x.numel():

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.triton import act_and_mul, rms_norm
-from torchpaged.custom_ops.triton.launching import require_launchable
+from torchpaged.custom_ops.triton.launching import require_floats
 
 #: ``out = x @ weight.T + bias + residual`` of ``(x, weight, out, bias, residual)``.
 Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
@@ -22,8 +21,7 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 def linear(call: LinearCall) -> None:
     """Launch the parts; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(call.x)
-    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=call.x)
     check_linear(call)
     compose(call, torch_product)
 

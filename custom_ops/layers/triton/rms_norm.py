@@ -4,15 +4,13 @@ A row stays in registers between the sum of squares and the store, so that each 
 once. Everything is computed in float32 and rounded once. The weight is read early (docs/stream_order.md).
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.call import NormCall
 from torchpaged.custom_ops.layers.check import check_rms_norm
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix
 
 
@@ -73,7 +71,6 @@ def launch(call: NormCall) -> None:
 def rms_norm(call: NormCall) -> None:
     """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
     or float16."""
-    require_launchable(call.x)
-    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=call.x)
     check_rms_norm(call)
     launch(call)

@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.mla.call import LatentWriteCall
 from torchpaged.custom_ops.mla.check import check_rope_write_latent
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, num_scales
@@ -25,12 +24,7 @@ from torchpaged.custom_ops.mla.triton.write_latent import store_fp8_latent
 from torchpaged.custom_ops.triton.cache_writes import end_write
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import (
-    early_launch,
-    next_power_of_2,
-    require_fp8,
-    require_launchable,
-)
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats, require_fp8
 from torchpaged.custom_ops.triton.records import KeyPool, Matrix, Tokens
 
 _TILE_RANK = 64  # columns of a latent per program: one token of 16 heads of 512 fills a GPU
@@ -187,8 +181,7 @@ def rope_write_latent_kernel(
 def rope_write_latent(call: LatentWriteCall) -> None:
     """Launch; arguments as in ``custom_ops/mla/schema.py``, in float32, bfloat16 or float16."""
     q, kv_c, k_pe, positions, cos_sin, slot_mapping, up_keys, q_out, kv_cache = call[:9]
-    require_launchable(q)
-    check_dtype("q", q, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(q=q)
     check_rope_write_latent(call)
     require_fp8(kv_cache)
     (tokens, num_heads, _), (_, nope, rank), rope = q.shape, up_keys.shape, k_pe.shape[1]

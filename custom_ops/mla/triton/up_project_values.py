@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops import ahead
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.mla.check import check_up_project_values
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Tokens
 
 MAX_TOKENS = 64
@@ -64,8 +63,7 @@ def up_project_values_kernel(latents, weight, out, num_tokens, SIZES: tl.constex
 
 def up_project_values(latents: Tensor, up_values: Tensor, out: Tensor) -> None:
     """Launch; arguments as in ``custom_ops/mla/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(latents)
-    check_dtype("latents", latents, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(latents=latents)
     check_up_project_values(latents, up_values, out)
     (num_tokens, num_heads, rank), width = latents.shape, up_values.shape[1]
     if num_tokens > MAX_TOKENS or latents.dtype == torch.float32:

@@ -1,19 +1,17 @@
 """causal_conv: a program per tile of a row's tokens and of channels; the one with a row's first tokens reads
 and writes the row's state."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import NORM_EPS, ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
 from torchpaged.custom_ops.state.triton import conv_token
 from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 
 _TILE_CHANNELS = 256
 _MAX_TILE_TOKENS = 16
@@ -123,8 +121,7 @@ def causal_conv_kernel(
 
 def causal_conv(call: ConvCall) -> None:
     """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(call.x)
-    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=call.x)
     check_causal_conv(call)
     if not call.state_slots.shape[0]:
         call.out.zero_()

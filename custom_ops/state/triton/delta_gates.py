@@ -1,14 +1,12 @@
 """delta_gates: one program has some heads of one token."""
 
-import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import GatesCall
 from torchpaged.custom_ops.state.check import check_delta_gates
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 _TILE = 512  # numbers of a program
@@ -74,8 +72,7 @@ def delta_gates_kernel(
 
 def delta_gates(call: GatesCall) -> None:
     """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(call.a)
-    check_dtype("a", call.a, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(a=call.a)
     check_delta_gates(call)
     num_tokens, num_groups, group = call.a.shape
     columns = num_groups * group

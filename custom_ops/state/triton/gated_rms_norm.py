@@ -2,15 +2,13 @@
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import GatedNormCall
 from torchpaged.custom_ops.state.check import check_gated_rms_norm
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Tokens
 
 _TILE = 1024  # numbers of a program
@@ -70,8 +68,7 @@ def gated_rms_norm_kernel(
 
 def gated_rms_norm(call: GatedNormCall) -> None:
     """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(call.x)
-    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(x=call.x)
     check_gated_rms_norm(call)
     num_tokens, num_heads, width = call.x.shape
     if not call.x.numel():

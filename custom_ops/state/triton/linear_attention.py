@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
@@ -19,7 +18,7 @@ from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kerne
 from torchpaged.custom_ops.state.triton.records import Batch, Sizes, State
 from torchpaged.custom_ops.state.triton.rows import EPS, row_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_floats
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 #: Numbers of a state that a program holds, and a warp: 64 registers of each thread.
@@ -121,8 +120,7 @@ def linear_attention(
 ) -> None:
     """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16.
     ``kernels_of``: what takes the place of those for long rows, of a checked call."""
-    require_launchable(call.v)
-    check_dtype("v", call.v, torch.bfloat16, torch.float16, torch.float32)
+    require_floats(v=call.v)
     check_linear_attention(call)
     q, k, v, g, state, out = call.q, call.k, call.v, call.g, call.state, call.out
     num_tokens, num_heads, value_dim = v.shape

@@ -10,7 +10,9 @@ from op_inputs.state import (
     FAMILIES,
     STATE_BATCHES,
     Rows,
+    assert_refused,
     assert_state_close,
+    assert_threads_agree,
     clone,
     exact_conv,
     exact_linear,
@@ -20,7 +22,6 @@ from op_inputs.state import (
 from op_inputs.state_fuzz import fuzz_states
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE = BACKEND_OPS["reference"]
@@ -229,18 +230,10 @@ BAD_LINEAR: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = 
     + [("linear_attention", case) for case in (*BAD, *BAD_LINEAR)],
 )
 def test_what_is_refused(op: str, case: str) -> None:
-    """By the reference, and by the native kernels as a RuntimeError, before anything is written."""
     is_conv = op == "causal_conv"
     given = (make_conv_inputs if is_conv else make_linear_inputs)(STATE_BATCHES["chunks"])
     name, change = (BAD | (BAD_CONV if is_conv else BAD_LINEAR))[case]
-    given |= change(given)
-    before = clone(given)
-    for backend, error in (("reference", ArgumentError), ("cpu", (ArgumentError, RuntimeError))):
-        with pytest.raises(error, match=rf"\b{name}: expected"):
-            getattr(BACKEND_OPS[backend], op)(**given)
-    for pool in ("conv_state", "state", "out"):
-        if pool in given:
-            torch.testing.assert_close(given[pool], before[pool], rtol=0, atol=0, equal_nan=True)
+    assert_refused(op, given | change(given), name, "reference", "cpu")
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
@@ -251,12 +244,7 @@ def test_threads_do_not_change_the_answer(op: str, threads: Any) -> None:
         inputs = make_conv_inputs(batch, channels=3000)
     else:
         inputs = make_linear_inputs(batch, heads=8, key_dim=64, value_dim=128)
-    again = clone(inputs)
-    for count, given in ((1, inputs), (3, again)):
-        threads(count)
-        getattr(BACKEND_OPS["cpu"], op)(**given)
-    for name in ("out", "conv_state" if op == "causal_conv" else "state"):
-        torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0, equal_nan=True)
+    assert_threads_agree(op, inputs, threads, "out", "conv_state" if op == "causal_conv" else "state")
 
 
 @pytest.mark.parametrize(

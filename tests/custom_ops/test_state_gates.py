@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 from kernels import Kernels, Values, over
-from op_inputs.state import STATE_BATCHES, assert_state_close, clone, make_conv_inputs
+from op_inputs.state import (
+    STATE_BATCHES,
+    assert_refused,
+    assert_state_close,
+    assert_threads_agree,
+    clone,
+    make_conv_inputs,
+)
 from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 
-from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE = BACKEND_OPS["reference"]
@@ -78,20 +84,10 @@ BAD: dict[str, tuple[str, str, Any]] = {
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_refused(case: str, backend: str) -> None:
-    """By the native kernels as a RuntimeError."""
     op, name, change = BAD[case]
-    if op == "causal_conv":
-        given = make_conv_inputs(STATE_BATCHES["chunks"], gated=True)
-    else:
-        given = MAKE[op]()
-    given |= change(given)
-    before = clone(given)
-    error = RuntimeError if backend == "cpu" else ArgumentError
-    with pytest.raises(error, match=rf"\b{name}: expected"):
-        getattr(BACKEND_OPS[backend], op)(**given)
-    for each, x in before.items():
-        if isinstance(x, torch.Tensor):
-            torch.testing.assert_close(given[each], x, rtol=0, atol=0, equal_nan=True)
+    is_conv = op == "causal_conv"
+    given = make_conv_inputs(STATE_BATCHES["chunks"], gated=True) if is_conv else MAKE[op]()
+    assert_refused(op, given | change(given), name, backend)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e4, -1e4])
@@ -115,9 +111,4 @@ def test_numbers_without_bounds(size: str, value: float) -> None:
 @pytest.mark.parametrize("op", MAKE)
 def test_threads_do_not_change_the_answer(op: str, threads: Any) -> None:
     inputs = MAKE[op](heads=32, groups=4, width=128, tokens=300)
-    again = clone(inputs)
-    for count, given in ((1, inputs), (3, again)):
-        threads(count)
-        getattr(BACKEND_OPS["cpu"], op)(**given)
-    for name in ("g", "beta") if op == "delta_gates" else ("out",):
-        torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0)
+    assert_threads_agree(op, inputs, threads, *(("g", "beta") if op == "delta_gates" else ("out",)))

@@ -4,10 +4,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BackendOps
+from torchpaged import ArgumentError
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.testing.batches import on_host
 from torchpaged.testing.oracle import assert_within_budget
@@ -235,6 +237,28 @@ def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def clone(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same arguments in memory of their own."""
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def assert_refused(op: str, given: dict[str, Any], name: str, *backends: str) -> None:
+    """By each, naming the argument, before anything is written; by native kernels as a RuntimeError."""
+    before = clone(given)
+    for backend in backends:
+        error, begin = (ArgumentError, "^") if backend == "reference" else (RuntimeError, "(^|, )")
+        with pytest.raises(error, match=f"{begin}{name}: expected"):
+            getattr(BACKEND_OPS[backend], op)(**given)
+    for each, x in before.items():
+        if isinstance(x, Tensor):
+            torch.testing.assert_close(given[each], x, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_threads_agree(op: str, inputs: dict[str, Any], threads: Any, *written: str) -> None:
+    """One thread and three give the same bits."""
+    again = clone(inputs)
+    for count, given in ((1, inputs), (3, again)):
+        threads(count)
+        getattr(BACKEND_OPS["cpu"], op)(**given)
+    for name in written:
+        torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0, equal_nan=True)
 
 
 def chunks_of(call: LinearAttentionCall, chunk: int, short: int) -> Iterator[tuple[Tensor, Tensor, int]]:

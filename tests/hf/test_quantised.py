@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from models import padded_prompts, tiny
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -156,6 +157,19 @@ def test_every_way_gives_eager_tokens(make: Callable[[Path], PreTrainedModel], t
         assert "tensor subclass (quantised" in names or "expected a plain Linear" in names
         assert torch.equal(_paged(model), want)
         assert torch.equal(_accelerated(model), want)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "falcon_mamba"])
+def test_steps_of_a_state(model_type: str) -> None:
+    """Mixers multiply by the weight of ``dt_proj`` themselves, unless the config says it is quantised."""
+    model = model_of(model_type, "eager")
+    mixers = [module for module in model.modules() if hasattr(module, "dt_proj")]
+    for mixer in mixers:
+        mixer.dt_proj, mixer.config._is_quantized = Int8Linear.of(mixer.dt_proj), True
+    want = model.generate(**CALL)
+    torchpaged.hf.attach(model)
+    assert torch.equal(_paged(model), want)
+    assert torch.equal(_accelerated(model), want)
 
 
 @pytest.mark.slow

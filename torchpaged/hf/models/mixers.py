@@ -101,7 +101,9 @@ def mamba1(self: Any, layer: PackedState, hidden_states: Tensor) -> Tensor:
     dt, b, c = self.x_proj(x).split(sizes, dim=-1)
     if hasattr(self, "dt_layernorm"):  # Jamba's
         dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
-    dt = linear(dt, self.dt_proj.weight)
+    # A quantised projection has a product of its own, and the scan adds the bias.
+    is_quantised = hasattr(self.config, "_is_quantized")
+    dt = self.dt_proj(dt) - self.dt_proj.bias if is_quantised else linear(dt, self.dt_proj.weight)
     if x.device.type == "cpu":
         tokens = {"x": x, "dt": dt, "b": b, "c": c, "gate": gate}
         parameters = {"a_log": self.A_log, "dt_bias": self.dt_proj.bias, "skip_weight": self.D}

@@ -1,6 +1,7 @@
 """What `bench_attention.py` measures.
 
 cases.py       named batches, their useful bytes and FLOPs;  suites.py: all suites
+random_cases.py  batches that no suite has, from a seed
 inputs.py      the tensors of a case: rotated, shuffled KV caches, and the float32 oracle
 contender.py   what is measured on a case, and torchpaged's backends as such
 contenders.py  plain PyTorch, and the list of all;  libraries.py: FlashInfer, FlashAttention-3

@@ -62,6 +62,9 @@ def _flashinfer_why_not(backend: str, case: AttentionCase, device: torch.device)
         return f"its fa3 kernels have widths of 64, 128 and 256, not {case.head_dim}"
     if backend == "fa3" and case.kv_dtype.itemsize == 1:
         return "its fa3 kernels read fp8 caches with fp8 queries only"
+    widths = (64, 128, 256) if case.is_decode else (64, 96, 128, 256)
+    if case.head_dim not in widths:
+        return f"width {case.head_dim}: its decode at 96 reads memory that it must not, others were not tried"
     return _gpu_only(case, device)
 
 

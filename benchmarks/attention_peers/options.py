@@ -17,6 +17,8 @@ class Options:
     suite: list[str] | None = option(
         "all, decode, prefill, mixed, smoke; may be given several times; default: decode", None
     )
+    random: int = option("so many random cases instead of suites", 0)
+    seed: int = option("of the random cases", 1)
     case: str = option("keep cases whose name contains this", "")
     backends: str = option(
         "own backends, separated by commas; default: those for the device, without the reference", ""

@@ -19,6 +19,7 @@ from attention_peers.case import free_memory, measure_case
 from attention_peers.cases import AttentionCase, select_cases
 from attention_peers.contender import Contender
 from attention_peers.options import Options
+from attention_peers.random_cases import random_cases
 from attention_peers.suites import SUITES
 from attention_peers.summary import PeerScreen, summarise
 from torchpaged.custom_ops.errors import ArgumentError
@@ -36,7 +37,10 @@ def cases_of(options: Options) -> list[AttentionCase]:
     dtype = short_dtype(options.dtype)
     if dtype and dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(options.dtype))
-    return select_cases(options.suite or ("decode",), options.case, DTYPES.get(dtype), SUITES)
+    suites, known = options.suite or ("decode",), SUITES
+    if options.random:
+        suites, known = ("random",), {"random": tuple(random_cases(options.seed, options.random))}
+    return select_cases(suites, options.case, DTYPES.get(dtype), known)
 
 
 @torch.inference_mode()

@@ -24,7 +24,8 @@ from attention_peers.contenders import contenders
 from attention_peers.in_parts import in_parts, num_decodes
 from attention_peers.inputs import Inputs
 from attention_peers.options import Options
-from attention_peers.run import exit_code
+from attention_peers.random_cases import random_cases
+from attention_peers.run import cases_of, exit_code
 from attention_peers.suites import SUITES
 from attention_peers.summary import compare, summarise
 from command import python
@@ -114,6 +115,20 @@ def test_selection() -> None:
         select_cases(["nope"])
     with pytest.raises(ArgumentError, match="case: expected part of a case's name"):
         select_cases(["decode"], "no such case")
+
+
+def test_random_cases_are_those_of_their_seed_and_kinds_come_in_turns() -> None:
+    cases = cases_of(Options(random=100, seed=3))
+    assert cases[:20] == random_cases(3, 20) and cases[:20] != random_cases(4, 20)
+    assert len({case.name for case in cases}) == 100
+    assert (
+        max(case.useful_bytes() for case in cases) <= 2e9 and max(map(AttentionCase.flops, cases)) <= 1.6e12
+    )
+    short = [max(case.query_lens) <= 8 for case in cases]
+    mixed = [not few and 1 in case.query_lens for few, case in zip(short, cases, strict=True)]
+    for begin in range(0, 100, 20):
+        assert (sum(short[begin : begin + 20]), sum(mixed[begin : begin + 20])) == (10, 4)
+    assert all(case.num_heads <= 128 and min(case.query_lens) > 0 for case in cases)
 
 
 @pytest.mark.parametrize(

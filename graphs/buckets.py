@@ -34,18 +34,19 @@ def default_prefix_buckets(max_batch_size: int) -> list[int]:
     return [size for size in sizes if size <= 16 or size % 16 == 0 or size == max_batch_size]
 
 
-#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it, which is
-#: about 29 ms for 32 layers: 1,300 tokens of an 8B model (docs/log/step.md), more of a smaller one.
-MAX_PREFILL_BUCKET = 2048
+#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it, also of a
+#: small model on a slow host: 4,096 tokens of a 1B model take 13 ms, and took 25 from Python
+#: (docs/log/serving_prompts.md).
+MAX_PREFILL_BUCKET = 8192
 
 
 def default_prefill_buckets(max_num_tokens: int) -> list[int]:
     """Numbers of tokens of prefill graphs, the largest ``max_num_tokens``, at most `MAX_PREFILL_BUCKET`:
     doubling where the weights' bytes set a step's time, then close enough that padding costs less than
-    launches would."""
+    launches would, and doubling where chunks fill the graph that they take."""
     check_sizes(max_num_tokens=max_num_tokens)
     largest = min(max_num_tokens, MAX_PREFILL_BUCKET)
-    sizes = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+    sizes = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
     return sorted({size for size in sizes if size < largest} | {largest})
 
 

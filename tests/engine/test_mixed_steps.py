@@ -193,7 +193,7 @@ def test_one_prompt_alone_gets_its_first_token_in_the_first_step(model: Any) -> 
         (508, 600, 516),  # 1,108 of 2,048
         (508, 100, 100),  # 4 and 96: a prompt would take long to its end
         (250, 774, 774),  # a bucket as it is
-        (0, 600, 600),  # nothing decodes: the rest would be a step of its own
+        (0, 1800, 1024),  # nothing decodes
         (100, 300, 300),  # 400 of 512 take no longer than 384
         (100, 3000, 3000),  # launched from Python
     ],
@@ -223,6 +223,35 @@ def test_a_step_fills_its_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert [report.padded_rows for report in generator.prefill_runners[-1].report()][1:] == [0, 0]
     want = Generator(model, **SIZES, graphs=False).generate(prompts, forever)
     assert list(found.values()) == [output.token_ids for output in want]
+
+
+@pytest.mark.parametrize(
+    ("requests", "first"),
+    [
+        ([(40, 5)], 32),
+        ([(40, 5), (40, 1)], 32),
+        ([(12, 1), (12, 1), (12, 1)], 32),
+        ([(6, 1), (12, 5), (12, 1)], 18),
+        ([(6, 5), (12, 1), (12, 1)], 8),  # the first decodes behind its 6
+    ],
+)
+def test_a_step_in_which_nothing_decodes(model: Any, requests: list[tuple[int, int]], first: int) -> None:
+    """It is as long as the largest graph where no second token comes later for it."""
+    prompts = [[8 + n, *range(9, 8 + tokens)] for n, (tokens, _) in enumerate(requests)]
+    params = [SamplingParams(max_new_tokens=new, ignore_eos=True) for _, new in requests]
+    generator = Generator(model, **{**SIZES, "prefill_chunk_size": 8}, prefill_buckets=[8, 16, 32])
+    taken, schedule = list[int](), generator.scheduler.schedule
+
+    def seen(*asked: Any) -> Any:
+        step = schedule(*asked)
+        taken.append(sum(count for _, count in step.chunks))
+        return step
+
+    generator.scheduler.schedule = seen  # type: ignore[method-assign]
+    found = [output.token_ids for output in generator.generate(prompts, params)]
+    assert taken[0] == first and sum(taken) == sum(tokens for tokens, _ in requests)
+    want = Generator(model, **SIZES, graphs=False).generate(prompts, params)
+    assert found == [output.token_ids for output in want]
 
 
 def test_what_was_decided_and_why(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,9 +288,9 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
         yield {"cascade": value}, "cascade: expected True, False or CascadeCosts, got"
     for buckets in (3, "yes"):
         yield {"prefill_buckets": buckets}, "prefill_buckets: expected numbers of tokens, None or 'auto', got"
-    for size in (3.5, 0, 17):
+    for size in (3.5, 0, 65):
         given = {"prefill_buckets": [size], "prefill_chunk_size": 16}
-        yield given, r"prefill_buckets: expected numbers of tokens from 1 to 16 \(prefill_chunk_size\)"
+        yield given, "prefill_buckets: expected numbers of tokens from 1 to 64, 4 x prefill_chunk_size"
     yield {"prefill_buckets": [8], "graphs": False}, "prefill_buckets: expected None or 'auto' without graphs"
     yield {"buckets": 3}, "buckets: expected batch sizes of at least 1, the largest 8 .* got 3"
     yield {"buckets": "8"}, "buckets: expected batch sizes"

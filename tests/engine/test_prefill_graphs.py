@@ -197,15 +197,17 @@ def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) ->
 
 
 @pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("most", "left"), [(2, []), (40, [16, 32])])
 def test_a_model_whose_prefill_can_not_be_captured(
-    model: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    model: Any, ahead: bool, most: int, left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for by name it is an error that names the op; "auto" goes on without, and says why."""
+    """Asked for by name it is an error that names the op; "auto" goes on without, or with the graphs of at
+    most a chunk, and says why."""
     from torchpaged.hf import PagedModel
 
     class Reading(PagedModel):
         def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
-            if metadata.max_query_len > 1:
+            if len(input_ids) > most:
                 torch.ones(1).item()
             return super().__call__(input_ids, metadata, logits_indices)
 
@@ -217,14 +219,13 @@ def test_a_model_whose_prefill_can_not_be_captured(
         "buckets": [2],
         "capture": TapeCapture(),
         "capture_ahead": ahead,
+        "prefill_chunk_size": 32,
     }
-    want = (
-        Generator(paged, max_batch_size=2, max_seq_len=96, compile=False, graphs=False)
-        .generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0]
-        .token_ids
-    )
-    with pytest.raises(CaptureError, match=r"bucket 8: the prefill step could not be captured at aten"):
-        Generator(paged, **options, prefill_buckets=[8]).generate([[8, 9, 10]])
+    prompt, params = [*range(8, 78)], SamplingParams(max_new_tokens=4)
+    plain = Generator(paged, max_batch_size=2, max_seq_len=96, compile=False, graphs=False)
+    want = plain.generate([prompt], params)[0].token_ids
+    with pytest.raises(CaptureError, match=r"bucket 64: the prefill step could not be captured at aten"):
+        Generator(paged, **options, prefill_buckets=[64]).generate([prompt])
 
     def on_a_gpu(*given: Any) -> tuple[list[int], str]:
         *head, support = given
@@ -233,9 +234,12 @@ def test_a_model_whose_prefill_can_not_be_captured(
 
     monkeypatch.setattr("torchpaged.engine.decisions.decide_prefill_buckets", on_a_gpu)
     g = Generator(paged, **options)
-    assert (not g.prefill_runners) == ahead
-    assert g.generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids == want
-    assert not g.prefill_runners
+    assert [runner.buckets for runner in g.prefill_runners] == (
+        [[16, 32, 64, 128]] * 2 if not ahead else [left] * 2 if left else []
+    )
+    for _ in range(2):
+        assert g.generate([prompt, prompt[:3]], params)[0].token_ids == want
+    assert [runner.buckets for runner in g.prefill_runners] == ([left] * 2 if left else [])
     assert "automatic: bucket" in g.prefill_graph_reason
     assert "at aten" in g.prefill_graph_reason
 

@@ -268,7 +268,7 @@ def test_default_buckets() -> None:
     assert default_prefill_buckets(512) == [16, 32, 64, 128, 192, 256, 384, 512]
     assert default_prefill_buckets(100) == [16, 32, 64, 100]
     assert default_prefill_buckets(7) == [7]
-    assert default_prefill_buckets(100_000)[-1] == 2048
+    assert default_prefill_buckets(100_000)[-3:] == [2048, 4096, 8192]
 
 
 TREES = {

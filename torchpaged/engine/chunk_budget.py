@@ -52,7 +52,7 @@ def least_padded(buckets: Sequence[int], decodes: int, tokens: int) -> int:
         buckets: numbers of tokens of the captured steps, ascending.
     """
     index = bisect.bisect_right(buckets, decodes + tokens)
-    if not decodes or not 0 < index < len(buckets) or buckets[index - 1] < LEAST_FILLED:
+    if not 0 < index < len(buckets) or buckets[index - 1] < LEAST_FILLED:
         return tokens
     filling = buckets[index - 1] - decodes
     return filling if 2 * filling >= tokens else tokens

@@ -74,7 +74,9 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle):
         prefill_chunk_size: tokens of a step that computes prompts. Decodes of the same pass
             (``mixed_steps``) count, but leave the prompts half of it at least. More tokens cost less each as
             long as weights are read or kernels launched for longer than products take, and decoding
-            requests wait longer for their next token. Layers that roll take 512 of a request.
+            requests wait longer for their next token. Layers that roll take 512 of a request. Where nothing
+            decodes, and the oldest prompt has more left or its request asks for one token alone, a step has
+            up to as many as the largest of ``prefill_buckets``.
         mixed_steps: while prompts wait, decoding requests get their next token in the pass that computes a
             chunk of the prompts, so that the weights are read once for both. False: the chunk has a pass of
             its own, and decodes follow; "auto": one pass, unless ``batch_invariant``, a backend that plans on
@@ -97,9 +99,10 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle):
             less per token; a request's tokens come in groups, and one that ends inside a group leaves its
             row idle until the next.
         prefill_buckets: numbers of tokens, of prompts and decodes together, for which steps that compute
-            prompts are captured as well; none above ``prefill_chunk_size``. A step of more tokens is launched
-            from Python. None or []: all are; "auto": on a GPU with graphs, up to 2048
-            tokens (`torchpaged.graphs.buckets.default_prefill_buckets`), unless the model's prefill can't be
+            prompts are captured as well; none above four times ``prefill_chunk_size``, with
+            ``batch_invariant`` above that. A step of more tokens is launched from Python. None or []: all
+            are; "auto": on a GPU with graphs, up to that, at most 8192 tokens
+            (`torchpaged.graphs.buckets.default_prefill_buckets`), unless the model's prefill can't be
             captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was
             decided.
         capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto":
@@ -245,7 +248,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle):
             prefixes=self.prefix_cache,
             one_prompt_per_step=options.batch_invariant,
             mixes=decided.mixes,
-            buckets=decided.prefill_buckets,
+            buckets=() if self._prefill_graphs is None else self._prefill_graphs.buckets,
             max_query_len=None if rings is None or rings.blocks is None else rings.blocks.step,
             budget=None if wait is None else ChunkBudget(wait, options.prefill_chunk_size),
             rings=rings,

@@ -23,6 +23,8 @@ from torchpaged.prefixes import CascadeCosts
 from torchpaged.prefixes.costs import check_cascade
 
 P = ParamSpec("P")
+#: Times ``prefill_chunk_size``: tokens of a step in which nothing decodes.
+_ALONE = 4
 #: What happens to keys and values of requests that are put back.
 PREEMPTIONS = ("auto", "recompute", "swap")
 
@@ -193,7 +195,7 @@ class GeneratorOptions:
             raise ArgumentError("disk_cache_path", "None or a folder that exists", shown(path))
 
     def _check_prefill_buckets(self) -> None:
-        given, most = self.prefill_buckets, self.prefill_chunk_size
+        given, most = self.prefill_buckets, self.prompt_tokens
         if given is None or given == "auto":
             return
         if isinstance(given, str) or not isinstance(given, Iterable):
@@ -201,7 +203,7 @@ class GeneratorOptions:
         if any(as_integer(bucket) is None or not 1 <= bucket <= most for bucket in given):
             raise ArgumentError(
                 "prefill_buckets",
-                f"numbers of tokens from 1 to {most} (prefill_chunk_size)",
+                f"numbers of tokens from 1 to {most}, {most // self.prefill_chunk_size} x prefill_chunk_size",
                 str(list(given)),
             )
 
@@ -214,6 +216,11 @@ class GeneratorOptions:
     def checkpoints(self) -> int | None:
         """As `torchpaged.hf.PagedModel` takes ``num_checkpoints``."""
         return 0 if self.share_prefixes is False or self.batch_invariant else self.num_checkpoints
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a step in which nothing decodes, at most: see `Scheduler`."""
+        return self.prefill_chunk_size * (1 if self.batch_invariant else _ALONE)
 
     @property
     def step_tokens(self) -> int:

@@ -83,7 +83,7 @@ def paged_model(
             memory_budget=options.kv_cache_memory,
             block_size=block_size,
             backend=options.backend,
-            limits=Limits(rows, options.step_tokens, columns),
+            limits=Limits(rows, max(options.step_tokens, options.prompt_tokens), columns),
             kv_dtype=options.kv_dtype,
             kv_scales=options.kv_scales,
             batch_invariant=options.batch_invariant,

@@ -10,9 +10,11 @@ flight (`short_of_blocks`).
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,8 +69,9 @@ class Scheduler:
         one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
         mixes: decodes run in one pass with the chunks, and count: these get the rest of
             ``prefill_chunk_size``, and half of it at least.
-        buckets: numbers of tokens of captured steps with chunks, ascending: chunks are as long as fills one
-            (`least_padded`).
+        buckets: numbers of tokens of captured steps with chunks, ascending, by now: chunks are as long as
+            fills one (`least_padded`). Where nothing decodes, and no request would wait longer for its second
+            token, a step has as many as the largest.
         max_query_len: prompt tokens of one request per step; None: as many as a step has.
         budget: prompt tokens of a step with decodes; None: not bounded further.
         rings: get each request's first block; None: no layer keeps rings.
@@ -94,7 +97,7 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         one_prompt_per_step: bool = False,
         mixes: bool = False,
-        buckets: Iterable[int] = (),
+        buckets: Seq[int] = (),
         max_query_len: int | None = None,
         budget: ChunkBudget | None = None,
         rings: "StepRings | None" = None,
@@ -111,8 +114,8 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # as a set in order, oldest first: one leaves by O(1)
         self.preemptions, self.swapped, self.budget = 0, 0, budget
         self.queue = LatencyHistogram()
-        self._one_prompt_per_step, self._mixes, self._buckets = one_prompt_per_step, mixes, tuple(buckets)
-        self._max_query_len = prefill_chunk_size if max_query_len is None else max_query_len
+        self._one_prompt_per_step, self._mixes, self._buckets = one_prompt_per_step, mixes, buckets
+        self._max_query_len = sys.maxsize if max_query_len is None else max_query_len
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new request."""
@@ -209,7 +212,8 @@ class Scheduler:
 
     def _prompt_tokens(self, prompts: list[Sequence], step: Schedule) -> int:
         """Prompt tokens of the next step at most; ``prompts``: all that did not decode before it."""
-        most, decodes = self.prefill_chunk_size, 0
+        chunk = most = self.prefill_chunk_size
+        decodes = 0
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
             prompts = [s for s in prompts if not s.decodes and s not in step.put_back]
             decodes = len(self.running) - len(prompts)
@@ -217,9 +221,23 @@ class Scheduler:
             most = max(most - decodes, -(-most // 2))
         if self.budget is not None and decodes:
             most = min(most, self.budget.tokens)
-        if self._mixes and self._buckets and decodes:
+        if not self._buckets:
+            return most
+        if not decodes and (most := max(most, min(self._buckets[-1], self._undelayed(prompts)))) > chunk:
+            return least_padded(self._buckets, 0, most)
+        if self._mixes and decodes:
             most = least_padded(self._buckets, decodes, min(most, sum(s.remaining for s in prompts)))
         return most
+
+    def _undelayed(self, prompts: Iterable[Sequence]) -> int:
+        """Tokens of the oldest ``prompts`` up to the first that decodes behind them: in one step, that one
+        has its token no later than in several."""
+        tokens = 0
+        for sequence in prompts:
+            tokens += sequence.remaining
+            if tokens >= self._buckets[-1] or sequence.max_len > len(sequence.tokens) + 1:
+                break
+        return tokens
 
     @property
     def prefills_left(self) -> bool:

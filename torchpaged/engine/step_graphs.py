@@ -34,20 +34,22 @@ class PrefillGraphs:
         graphs.capture()                                        # or each bucket at its first step
         if found := graphs.runner_for(num_reqs=2, num_tokens=37): logits = found[0].run_known(...)
 
-    With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and
-    ``reason`` says which op it was.
+    With ``required=False`` an engine whose prefill can't be captured goes on with the graphs of at most
+    ``needed`` tokens, which take less memory, or without any, and ``reason`` says why.
 
     Args:
         model: the paged model.
         rows: of the decode loop, as of `OneRequestGraphs`.
         buckets: numbers of tokens to capture.
-        required: raise where a bucket can't be captured; False: go on without any.
+        needed: tokens of most steps; larger buckets are given up first.
+        required: raise where a bucket can't be captured; False: go on without it.
         reason: why there are these graphs.
         options: further arguments of `PackedGraphRunner`.
 
     Attributes:
+        buckets: of ``runners``, ascending; fewer once one could not be captured.
         runners: the graph runners, in the order in which they are asked for a step: of one request with few
-            tokens, then of any. None are left once a bucket could not be captured.
+            tokens, then of any.
         reason: why there are graphs, or why not any more.
     """
 
@@ -57,11 +59,12 @@ class PrefillGraphs:
         rows: DecodeRows,
         buckets: Seq[int],
         *,
+        needed: int,
         required: bool,
         reason: str,
         **options: Any,
     ) -> None:
-        cache, few = model.kv_cache, [bucket for bucket in buckets if bucket <= MOST_ALONE]
+        cache = model.kv_cache
         options |= {
             "max_blocks_per_req": rows.max_blocks_per_req,
             "block_size": cache.block_size,
@@ -70,12 +73,20 @@ class PrefillGraphs:
             "ranges": profile_range,
             "session": model.session,
         }
-        alone = few and rows.max_batch_size > 1
-        self.runners: list[PackedGraphRunner] = [
-            *([OneRequestGraphs(model, rows, buckets=few, **options)] if alone else []),
-            PackedGraphRunner(model, buckets=buckets, max_num_reqs=rows.max_batch_size, **options),
-        ]
-        self.reason, self._required = reason, required
+        self.buckets, self._needed, self.reason, self._required = [*buckets], needed, reason, required
+        self._model, self._rows, self._options = model, rows, options
+        self.runners = self._make_runners()
+
+    def _make_runners(self) -> list[PackedGraphRunner]:
+        model, rows, options = self._model, self._rows, self._options
+        few = [bucket for bucket in self.buckets if bucket <= MOST_ALONE]
+        runners: list[PackedGraphRunner] = []
+        if few and rows.max_batch_size > 1:
+            runners.append(OneRequestGraphs(model, rows, buckets=few, **options))
+        if self.buckets:
+            most = rows.max_batch_size
+            runners.append(PackedGraphRunner(model, buckets=self.buckets, max_num_reqs=most, **options))
+        return runners
 
     def capture(self) -> None:
         """Capture all buckets now.
@@ -88,6 +99,7 @@ class PrefillGraphs:
                 runner.capture()
         except CaptureError as error:
             self._give_up(error)
+            self.capture()
 
     def replays(self, num_reqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes has its graph by now, at whose replay no Python runs."""
@@ -110,7 +122,7 @@ class PrefillGraphs:
             return runner, runner.capture_for(num_tokens)
         except CaptureError as error:
             self._give_up(error)
-            return None
+            return self.runner_for(num_reqs, num_tokens)
 
     def _runner_for(self, num_reqs: int, num_tokens: int) -> PackedGraphRunner | None:
         return next((runner for runner in self.runners if runner.fits(num_reqs, num_tokens)), None)
@@ -118,7 +130,11 @@ class PrefillGraphs:
     def _give_up(self, error: CaptureError) -> None:
         if self._required:
             raise error
-        self.runners, self.reason = [], f"automatic: {error}; prefills are launched from Python"
+        fewer = [bucket for bucket in self.buckets if bucket <= self._needed]
+        self.buckets[:] = fewer if len(fewer) < len(self.buckets) else []  # the scheduler has this list, too
+        self.runners, more = [], f"of more than {self.buckets[-1]} tokens " if self.buckets else ""
+        self.reason = f"automatic: {error}; prefills {more}are launched from Python"
+        self.runners = self._make_runners()
 
 
 def make_step_graphs(
@@ -159,6 +175,7 @@ def make_step_graphs(
         model,
         rows,
         decided.prefill_buckets,
+        needed=options.prefill_chunk_size,
         required=options.prefill_buckets != "auto",
         reason=decided.prefill_reason,
         capture=loop.runner.capture_backend,

@@ -9,7 +9,7 @@ import contextlib
 import math
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import ArgumentError
 
+T = TypeVar("T")
 #: Activations of a gate that the ops know; "gelu_tanh" is GELU's tanh approximation.
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -107,9 +108,9 @@ def check_callable(name: str, value: object, called: str, optional: bool = True)
         raise ArgumentError(name, wanted, repr(value))
 
 
-def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+def given(**values: T | None) -> dict[str, T]:
     """Those that are not None."""
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def check_tensors(**tensors: object) -> None:

@@ -29,7 +29,14 @@ from torchpaged.custom_ops.attention.check import check_block_sparse, check_opti
 from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tensors, refuse_grad, switch
+from torchpaged.custom_ops.checks import (
+    check_is_dtype,
+    check_sizes,
+    check_tensors,
+    given,
+    refuse_grad,
+    switch,
+)
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
 from torchpaged.metadata import AttentionMetadata
@@ -135,10 +142,8 @@ class PagedAttention(BackendModule):
     ) -> None:
         super().__init__()
         check_sizes(num_heads=num_heads, head_dim=head_dim)
-        sizes = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v, "block_size": block_size}
-        check_sizes(**{name: size for name, size in sizes.items() if size is not None})
-        dtypes = {"dtype": dtype, "kv_dtype": kv_dtype}
-        check_is_dtype(**{name: one for name, one in dtypes.items() if one is not None})
+        check_sizes(**given(num_kv_heads=num_kv_heads, head_dim_v=head_dim_v, block_size=block_size))
+        check_is_dtype(**given(dtype=dtype, kv_dtype=kv_dtype))
         window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
         switches = {"causal": causal, "batch_invariant": batch_invariant, "tree_mask": tree_mask}
         for name, value in switches.items():

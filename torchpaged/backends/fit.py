@@ -4,7 +4,7 @@ its session was opened for, and an output that can be written into."""
 from torch import Tensor
 
 from torchpaged.backends.session import Session
-from torchpaged.custom_ops.checks import check_dims, check_tensors, shape_of
+from torchpaged.custom_ops.checks import check_dims, check_tensors, given, shape_of
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.memory import check_apart
 from torchpaged.metadata import AttentionMetadata
@@ -123,7 +123,4 @@ def check_out(out: Tensor, query: Tensor, head_dim_v: int, key: Tensor | None, v
                 "out", "leading dimensions that flatten to tokens without a copy", f"strides {strides}"
             )
     # an attention that starts early may write while keys and values are still read
-    read = {"key": key, "value": value}
-    check_apart(
-        {"out": out}, {name: x for name, x in read.items() if x is not None}, "allocate out by itself"
-    )
+    check_apart({"out": out}, given(key=key, value=value), "allocate out by itself")

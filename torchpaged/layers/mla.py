@@ -83,10 +83,9 @@ class MLAAttention(nn.Module):
             qk_rope_head_dim=qk_rope_head_dim,
             v_head_dim=v_head_dim,
             kv_lora_rank=kv_lora_rank,
+            **given(block_size=block_size),
         )
-        if block_size is not None:
-            check_sizes(block_size=block_size)
-        check_is_dtype(**{name: x for name, x in (("dtype", dtype), ("kv_dtype", kv_dtype)) if x is not None})
+        check_is_dtype(**given(dtype=dtype, kv_dtype=kv_dtype))
         if scale is not None:
             check_softmax(scale)
         switch("causal", causal)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_sizes, device_here
+from torchpaged.custom_ops.checks import check_sizes, device_here, given
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
 from torchpaged.metadata.checks import check_batch
@@ -102,8 +102,7 @@ class AttentionMetadata:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of its tensors that are there, by their names in `FIELDS`."""
-        held = {name: getattr(self, name) for name in ALL_METADATA_FIELDS}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
+        return given(**{name: getattr(self, name) for name in ALL_METADATA_FIELDS})
 
     def slots_of(self, written: str, unwritten: str) -> Tensor:
         """``slot_mapping``, where there is one.
@@ -190,8 +189,7 @@ class AttentionMetadata:
             ArgumentError: lengths, blocks or ids do not fit together.
         """
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
-        limits = {"max_query_len": max_query_len, "max_blocks_per_req": max_blocks_per_req}
-        check_sizes(**{name: limit for name, limit in limits.items() if limit is not None})
+        check_sizes(**given(max_query_len=max_query_len, max_blocks_per_req=max_blocks_per_req))
         numbers = host_numbers(query_lens, seq_lens, block_tables, block_size, tree_parents)
         longest = max(1, *query_lens, 1)
         if max_query_len is not None and max_query_len < longest:

@@ -82,16 +82,12 @@ def cascade_attention(
         BackendUnavailableError: the backend that was asked for can't serve it.
     """
     step = StepPrefixes(prefixes, *(prefixes.suffix(block_table, seq_lens) if suffix is None else suffix))
+    tensors = q, k_cache, v_cache, block_table, seq_lens, query_start_loc
     if not torch.compiler.is_compiling():
-        _check(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, step)
+        _check(tensors, step)
     dtype = q.dtype if output_scale is None else torch.float8_e4m3fn
     call = AttentionCall(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
+        *tensors,
         q.new_empty(*q.shape[:2], v_cache.shape[3], dtype=dtype),
         q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
         max_query_len,
@@ -120,7 +116,7 @@ def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixe
         ArgumentError: as `cascade_attention`.
     """
     if not torch.compiler.is_compiling():
-        _check(*call[:6], step)
+        _check(call[:6], step)
     _attend(ops, call, step)
 
 
@@ -179,19 +175,10 @@ def _two_passes(
     return over_prefixes[shared.inverse], prefix_lse[shared.inverse], own, own_lse
 
 
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    step: StepPrefixes,
-) -> None:
-    """What the op can't see: the groups are this batch's."""
-    prefixes = step.shared
-    check_tensors(q=q, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc)
-    check_tensors(k_cache=k_cache, v_cache=v_cache)
+def _check(tensors: tuple[Tensor, ...], step: StepPrefixes) -> None:
+    """What the op can't see: the groups are this batch's. ``tensors``: an `AttentionCall`'s first ones."""
+    (q, k_cache, v_cache, block_table, seq_lens, query_start_loc), prefixes = tensors, step.shared
+    check_tensors(**dict(zip(AttentionCall._fields, tensors, strict=False)))
     check_dims("q", q, prefixes.order.shape[0], None, None)
     check_pools(k_cache, v_cache)
     check_dims("block_table", block_table, prefixes.shift.shape[0], prefixes.block_table.shape[1])

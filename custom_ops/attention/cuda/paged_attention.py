@@ -71,6 +71,9 @@ def route(call: AttentionCall, spec: Specialisation) -> Route:
         return Route("triton", reason="no requests or no tokens")
     if call.max_query_len <= MAX_DECODE_QUERY_LEN:
         reason = specialise.unsupported(call, spec, call.max_query_len, num_reqs)
+        better = reason is not None and specialise.too_many_rows(spec, call.max_query_len)
+        if better and _prefill_why_not(call, spec) is None:
+            return Route("prefill")
         return Route("decode") if reason is None else Route("triton", reason=f"decode: {reason}")
     reason = _prefill_why_not(call, spec)
     if reason is None:

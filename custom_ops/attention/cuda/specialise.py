@@ -213,11 +213,20 @@ def refuse(spec: Specialisation, rows: int, compute: tuple[int, int], keys: int 
         return f"fp8 results at compute capability {compute}"
     if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
         return f"head_dim {dim}/{dim_v} or block_size {block_size}"
-    if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
+    if _too_many(rows, dim_v):
         return f"{rows} query rows per kv head"
     if keys > 32 * block_size:
         return f"block_size {block_size}: a warp's {keys} keys would lie in more than 32 blocks"
     return None
+
+
+def _too_many(rows: int, dim_v: int) -> bool:
+    return rows > MAX_ROWS or -(-rows // 8) * dim_v > 512
+
+
+def too_many_rows(spec: Specialisation, max_query_len: int) -> bool:
+    """Whether the decode kernel has no registers for the query rows of a kv head."""
+    return _too_many(spec.group * _power_of_2(max_query_len), spec.dim_v)
 
 
 def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, num_reqs: int) -> str | None:

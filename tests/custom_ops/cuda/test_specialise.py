@@ -170,6 +170,9 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     why["decode"] = "odd strides"
     assert route() == ("prefill", 0, "")
     assert route(max_query_len=8) == ("triton", 0, "decode: odd strides")
+    with monkeypatch.context() as many:
+        many.setattr(module.specialise, "too_many_rows", lambda *a: True)
+        assert route(max_query_len=8) == ("prefill", 0, ""), "more query rows than decode takes"
     assert route(num_reqs=9) == ("triton", 0, "decode with prefill: odd strides")
     why["prefill"] = "head_dim 80/80"
     assert route() == ("triton", 0, "prefill: head_dim 80/80")
@@ -178,6 +181,14 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0")
     assert route(max_query_len=8).kernel == "decode"
     monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
+
+
+@pytest.mark.parametrize(
+    ("group", "query_len", "dim", "too_many"),
+    [(4, 8, 128, False), (32, 1, 128, False), (5, 8, 128, True), (4, 4, 256, False), (5, 4, 256, True)],
+)
+def test_when_query_rows_are_too_many(group: int, query_len: int, dim: int, too_many: bool) -> None:
+    assert specialise.too_many_rows(specialisation(group=group, dim=dim), query_len) == too_many
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -16,8 +16,17 @@ from torchpaged.custom_ops.errors import BackendUnavailableError
 #: Ops with a kernel that reads early what a step may write. Which kernels read which tensors is in the table
 #: of tests/support/stream_order.py; tests/custom_ops/test_stream_order.py compares the two.
 READS_EARLY = (
-    *("paged_attention", "cascade_attention", "write_kv", "rope_write_kv", "mla_attention"),
-    *("rope_write_latent", "causal_conv", "delta_step", "mamba2_step", "index_logits", "finish_step"),
+    "paged_attention",
+    "cascade_attention",
+    "write_kv",
+    "rope_write_kv",
+    "mla_attention",
+    "rope_write_latent",
+    "causal_conv",
+    "delta_step",
+    "mamba2_step",
+    "index_logits",
+    "finish_step",
 )
 
 

@@ -132,7 +132,11 @@ FAMILIES = (
         },
         cuda=("linear_attention", "delta_step", "mamba2_step"),
         native=(
-            *("causal_conv", "linear_attention", "delta_gates", "gated_rms_norm", "selective_scan"),
+            "causal_conv",
+            "linear_attention",
+            "delta_gates",
+            "gated_rms_norm",
+            "selective_scan",
             "rg_lru",
         ),
         on_native=("delta_step", "mamba2_step"),

@@ -193,7 +193,11 @@ class DecodeBuffers(StepBuffers):
         self.max_batch_size = max_batch_size
         self._tensors = make_batch_tensors(fields, self._sizes(max_batch_size), device)
         (
-            *(self.block_table, self.seq_lens, self.query_start_loc, self.slot_mapping, self.positions),
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.slot_mapping,
+            self.positions,
             self.input_ids,
         ) = self._tensors.values()
         for tensor in self._tensors.values():

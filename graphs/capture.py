@@ -147,9 +147,18 @@ class EagerCapture(HostCapture):
 # captured. Under inference mode composite ops arrive whole, hence the likes of `item` next to what they
 # decompose into.
 _SYNCHRONISING = {
-    *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::is_nonzero"),
-    *("aten::equal", "aten::unique_dim", "aten::unique_consecutive", "aten::_unique", "aten::_unique2"),
-    *("aten::argwhere", "aten::bincount"),
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::argwhere",
+    "aten::bincount",
 }
 
 

@@ -29,7 +29,12 @@ from torchpaged.metadata.tree import MAX_TREE_TOKENS, tree_numbers
 
 #: Fields in the order of their memory.
 _ORDER = (
-    *("input_ids", "positions", "slot_mapping", "logits_indices", "seq_lens", "query_start_loc"),
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "logits_indices",
+    "seq_lens",
+    "query_start_loc",
     "block_table",
 )
 Trees = Sequence[Sequence[int] | None]

@@ -16,7 +16,15 @@ from torchpaged.custom_ops.triton import launching
 
 #: Variables that Triton's compiler reads begin like this; with any of them set, Triton does all by itself.
 _PREFIXES = (
-    *("TRITON_", "MLIR_", "LLVM_", "NVPTX_", "PTXAS_", "DISABLE_", "ENABLE_", "ALLOW_", "USE_IR_LOC"),
+    "TRITON_",
+    "MLIR_",
+    "LLVM_",
+    "NVPTX_",
+    "PTXAS_",
+    "DISABLE_",
+    "ENABLE_",
+    "ALLOW_",
+    "USE_IR_LOC",
     "USE_TTGIR_LOC",
 )
 _HARMLESS = frozenset({"TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"})

@@ -67,9 +67,14 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize(
     ("capability", "name", "first"),
     [
-        *(((7, 0), "Volta, Turing", "flex"), ((7, 5), "Volta, Turing", "flex"), ((8, 0), "Ampere", "cuda")),
-        *(((8, 6), "Ampere", "cuda"), ((8, 9), "Ada", "flashinfer"), ((9, 0), "Hopper", "cuda")),
-        *(((10, 0), "Blackwell", "flashinfer"), ((12, 0), "Blackwell", "flashinfer")),
+        ((7, 0), "Volta, Turing", "flex"),
+        ((7, 5), "Volta, Turing", "flex"),
+        ((8, 0), "Ampere", "cuda"),
+        ((8, 6), "Ampere", "cuda"),
+        ((8, 9), "Ada", "flashinfer"),
+        ((9, 0), "Hopper", "cuda"),
+        ((10, 0), "Blackwell", "flashinfer"),
+        ((12, 0), "Blackwell", "flashinfer"),
     ],
 )
 def test_each_generation(gpu: Any, capability: tuple[int, int], name: str, first: str) -> None:

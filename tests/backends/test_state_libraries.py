@@ -79,8 +79,14 @@ def test_flashinfer_gets_no_scale_of_zero_and_no_states_with_gaps() -> None:
 @pytest.mark.parametrize(
     ("rows", "heads", "tokens", "way"),
     [
-        *((1, 8, 32768, "split"), (1, 44, 2048, "split"), (1, 48, 8192, "whole"), (4, 16, 8192, "whole")),
-        *((1, 8, 2047, "own"), (2, 8, 1024, "own"), (1, 8, 512, "whole"), (1, 24, 1024, "whole")),
+        (1, 8, 32768, "split"),
+        (1, 44, 2048, "split"),
+        (1, 48, 8192, "whole"),
+        (4, 16, 8192, "whole"),
+        (1, 8, 2047, "own"),
+        (2, 8, 1024, "own"),
+        (1, 8, 512, "whole"),
+        (1, 24, 1024, "whole"),
         (8, 16, 100, "whole"),
     ],
 )

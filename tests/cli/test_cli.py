@@ -181,8 +181,9 @@ def test_env_report() -> None:
 
 def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "code.tpc"
-    arguments = ["generate", "hello", "--model", folder, "--max-new-tokens", "3"]
-    arguments += ["--compile-cache", str(path)]
+    arguments = [
+        *("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--compile-cache", str(path))
+    ]
     first, second = run(*arguments), run(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "MiB written" in first.stderr
@@ -208,7 +209,11 @@ def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) 
         if event.get("cat") == "user_annotation"
     ]
     assert {
-        *("generation", "step", "prefill batch=2 tokens=20", "attention layer=1", "replay batch=2 padded=2"),
+        "generation",
+        "step",
+        "prefill batch=2 tokens=20",
+        "attention layer=1",
+        "replay batch=2 padded=2",
         "module model.layers.0.mlp",
     } <= set(names)
     kernels = document["profile"]["kernels"]

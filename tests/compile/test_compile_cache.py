@@ -87,7 +87,12 @@ def _process(mode: str, path: Path, folders: Path) -> dict[str, Any]:
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "error::UserWarning:torchpaged", "-c", SCRIPT, mode),
+            sys.executable,
+            "-W",
+            "error::UserWarning:torchpaged",
+            "-c",
+            SCRIPT,
+            mode,
             str(path),
             str(HAS_TRITON),
         ],
@@ -152,7 +157,10 @@ def test_nothing_but_cache_entries_is_written(folders: Path) -> None:
     save_compile_cache(path)
     with zipfile.ZipFile(path, "a") as archive:
         for name in (
-            *("cubin/../escaped", "/cubin/escaped", "triton/../../escaped", "cubin/a/escaped"),
+            "cubin/../escaped",
+            "/cubin/escaped",
+            "triton/../../escaped",
+            "cubin/a/escaped",
             "triton/key/../escaped",
         ):
             archive.writestr(name, "x")

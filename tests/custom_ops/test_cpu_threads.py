@@ -81,8 +81,14 @@ def merge(num_tokens: int) -> None:
         (lambda: merge(600), 1),
     ],
     ids=[
-        *("decode-short", "decode-batch-short", "decode-long", "decode-batch", "write", "write-long"),
-        *("merge", "merge-long"),
+        "decode-short",
+        "decode-batch-short",
+        "decode-long",
+        "decode-batch",
+        "write",
+        "write-long",
+        "merge",
+        "merge-long",
     ],
 )
 def test_regions(library: Any, threads: Any, run: Any, regions: int) -> None:

@@ -235,8 +235,13 @@ def test_who_takes_it() -> None:
     asked = {"device": "cpu", "dtype": torch.bfloat16, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     spec = attention_spec(**asked, output_scale=True)  # type: ignore[arg-type]
     declare = {name for name in list_backends() if "output_scale" in get_backend(name).capabilities.features}
-    # the last one by the device's own
-    assert declare == {"reference", "cpu", "triton", "cuda", "flashinfer_gdn"}
+    assert declare == {
+        "reference",
+        "cpu",
+        "triton",
+        "cuda",
+        "flashinfer_gdn",
+    }  # the last one by the device's own
     for name in set(list_backends()) - declare:
         assert "output_scale is not supported" in get_backend(name).capabilities.reject(spec), name
     with pytest.raises(BackendUnavailableError, match="output_scale is not supported"):

@@ -346,11 +346,20 @@ def triton_launches() -> list[tuple[str, Any]]:
 
     cases = opcheck_cases(dtype=torch.bfloat16).values()
     alone = (
-        *("merge_attn_states", "copy_blocks", "advance_step", "delta_gates", "gated_rms_norm"),
-        *("route_experts", "apply_experts"),
+        "merge_attn_states",
+        "copy_blocks",
+        "advance_step",
+        "delta_gates",
+        "gated_rms_norm",
+        "route_experts",
+        "apply_experts",
     )
     for op in (
-        *("write_kv", "rope_write_kv", "rope_write_latent", "up_project_values", "write_index_keys"),
+        "write_kv",
+        "rope_write_kv",
+        "rope_write_latent",
+        "up_project_values",
+        "write_index_keys",
         "index_logits",
         *alone,
     ):

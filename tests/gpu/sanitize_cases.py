@@ -78,7 +78,10 @@ def latent() -> None:
     ]
     for (num_heads, dtype), spec in itertools.product(
         (
-            *((5, torch.bfloat16), (16, torch.float16), (32, torch.bfloat16), (64, torch.bfloat16)),
+            (5, torch.bfloat16),
+            (16, torch.float16),
+            (32, torch.bfloat16),
+            (64, torch.bfloat16),
             (128, torch.float16),
         ),
         specs,

@@ -22,8 +22,11 @@ from torchpaged.testing.graph_conformance import check_replays, conformance_case
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]
 PARTS = [
-    *(("flashinfer", "decode"), ("flashinfer", "prefill"), ("flex", "special")),
-    *(("flashinfer_gdn", "states"), ("flashinfer_gdn", "engine")),
+    ("flashinfer", "decode"),
+    ("flashinfer", "prefill"),
+    ("flex", "special"),
+    ("flashinfer_gdn", "states"),
+    ("flashinfer_gdn", "engine"),
     *((name, "declared") for name in ("flash_attn", "flashinfer", "flashinfer_xqa", "flex", "torch_sdpa")),
     *((name, "suite") for name in ("cuda", "triton", "flash_attn", "flashinfer_xqa", "flex", "torch_sdpa")),
 ]

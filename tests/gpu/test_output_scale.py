@@ -59,8 +59,11 @@ def test_float32_by_triton() -> None:
 def test_which_kernels_run() -> None:
     """Those of CUDA C++; Triton's where four numbers of a row, or of prompts 16, do not begin aligned."""
     for spec, padding, kernel in (
-        *((LONG, (0, 0, 0), "decode"), (LONG, (4, 4, 4), "decode"), (LONG, (0, 0, 2), "triton")),
-        *((LONG, (0, 1, 0), "triton"), (CHUNKS, (0, 0, 0), "prefill and decode")),
+        (LONG, (0, 0, 0), "decode"),
+        (LONG, (4, 4, 4), "decode"),
+        (LONG, (0, 0, 2), "triton"),
+        (LONG, (0, 1, 0), "triton"),
+        (CHUNKS, (0, 0, 0), "prefill and decode"),
         (CHUNKS, (16, 16, 16), "prefill and decode"),
         (CHUNKS, (4, 4, 4), "triton"),
         (ONE_PROMPT, (0, 0, 0), "prefill"),

@@ -33,7 +33,11 @@ def test_sanitizer_is_clean(backend: str, tool: str) -> None:
     subprocess.run(script, cwd=root, env=environment, check=True, capture_output=True, timeout=300)
     # torch's and cuda-bindings' probing for driver symbols would count as API errors
     command = [
-        *(sanitizer, "--tool", tool, "--error-exitcode", "9"),
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
         *(["--report-api-errors", "no"] if tool == "memcheck" else []),
         *script,
     ]

@@ -20,7 +20,12 @@ def load(path: Path, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     "door",
     [
-        *("eager", "generate", "generate_compiled", "generator", "generator_compiled", "generator_fused"),
+        "eager",
+        "generate",
+        "generate_compiled",
+        "generator",
+        "generator_compiled",
+        "generator_fused",
         "generator_fused_k4",
     ],
 )

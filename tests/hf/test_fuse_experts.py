@@ -156,8 +156,12 @@ def _method(block: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        *((_method, "'noaux'"), (_another_part, "extra"), (_another_activation, "activation")),
-        *((_bias, "without biases"), (_dtype, "differ in dtype"), (_router, "router's weight")),
+        (_method, "'noaux'"),
+        (_another_part, "extra"),
+        (_another_activation, "activation"),
+        (_bias, "without biases"),
+        (_dtype, "differ in dtype"),
+        (_router, "router's weight"),
         (_many, "33 experts"),
     ],
 )

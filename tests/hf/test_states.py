@@ -397,9 +397,14 @@ def test_left_padding_where_keys_are_gathered(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(("qwen3_5_text", torch.bfloat16), ("qwen3_5_text", torch.float64), ("bamba", torch.float64)),
-        *(("jamba", torch.float64), ("kimi_linear", torch.float64), ("lfm2", torch.float64)),
-        *(("minimax", torch.float64), ("recurrent_gemma", torch.float64)),
+        ("qwen3_5_text", torch.bfloat16),
+        ("qwen3_5_text", torch.float64),
+        ("bamba", torch.float64),
+        ("jamba", torch.float64),
+        ("kimi_linear", torch.float64),
+        ("lfm2", torch.float64),
+        ("minimax", torch.float64),
+        ("recurrent_gemma", torch.float64),
     ],
     ids=str,
 )

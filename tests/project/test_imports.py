@@ -353,8 +353,12 @@ def load():
         for arrow in imports_of("torchpaged.x", text, {"torchpaged.b", "torchpaged.g"})
     }
     assert found == {
-        *(("torchpaged.a", False), ("torchpaged.b", False), ("torchpaged", False), ("torchpaged.e", True)),
-        *(("torchpaged.g", True), ("torchpaged.i", True)),
+        ("torchpaged.a", False),
+        ("torchpaged.b", False),
+        ("torchpaged", False),
+        ("torchpaged.e", True),
+        ("torchpaged.g", True),
+        ("torchpaged.i", True),
     }
 
 

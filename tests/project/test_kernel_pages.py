@@ -103,8 +103,14 @@ def test_prefill() -> None:
         dim, dim_v = numbers(widths)
         shape = prefill.prefill_shape(dim, dim_v)
         cut = [int(groups), int(threads), int(keys), *numbers(stages), int(buffers)]
-        stages = shape.k_stages, shape.v_stages, shape.q_stages
-        assert cut == [shape.groups, shape.threads, shape.keys, *stages], widths
+        assert cut == [
+            shape.groups,
+            shape.threads,
+            shape.keys,
+            shape.k_stages,
+            shape.v_stages,
+            shape.q_stages,
+        ], widths
         config = prefill.prefill_config(specialisation(dim=dim, dim_v=dim_v))
         assert numbers(shared) == [prefill.shared_bytes(config)], widths
 

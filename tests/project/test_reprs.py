@@ -43,8 +43,15 @@ from torchpaged.testing import BATCH_SPECS, make_batch
 
 #: Classes whose objects users are not handed: parts of a decode loop and of a runner, and what captures.
 PARTS = {
-    *("CopiedTokens", "CudaCapture", "DecodeRows", "LaunchRing", "LogitsStage", "PackedBuffers"),
-    *("SemaphoreSession", "TapeCapture", "TokenLogprobs"),
+    "CopiedTokens",
+    "CudaCapture",
+    "DecodeRows",
+    "LaunchRing",
+    "LogitsStage",
+    "PackedBuffers",
+    "SemaphoreSession",
+    "TapeCapture",
+    "TokenLogprobs",
 }
 
 

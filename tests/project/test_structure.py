@@ -28,8 +28,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
-    *("alibi_slopes", "sinks", "logits_soft_cap", "chunk_size", "tree_mask", "block_sparse", "k_scale"),
-    *("v_scale", "window_size", "window_left", "window_right", "causal"),
+    "alibi_slopes",
+    "sinks",
+    "logits_soft_cap",
+    "chunk_size",
+    "tree_mask",
+    "block_sparse",
+    "k_scale",
+    "v_scale",
+    "window_size",
+    "window_left",
+    "window_right",
+    "causal",
 }
 #: Python files with a signature, a class, a call or a dictionary that names five options or more, and why.
 SPELLED_OUT = {

@@ -192,7 +192,11 @@ def modules() -> dict[str, types.ModuleType]:
         made[name] = types.ModuleType(name := ".".join(packages[:count]))
     made[_QUANT_UTILS].kFp8StaticTensorSym = kFp8StaticTensorSym  # type: ignore[attr-defined]
     interface = [
-        *(AttentionType, MultipleOf, AttentionCGSupport, AttentionBackend, AttentionMetadataBuilder),
+        AttentionType,
+        MultipleOf,
+        AttentionCGSupport,
+        AttentionBackend,
+        AttentionMetadataBuilder,
         AttentionImpl,
     ]
     for thing in [*interface, CommonAttentionMetadata]:

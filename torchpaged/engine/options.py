@@ -87,7 +87,13 @@ class GeneratorOptions:
         for name in ("num_checkpoints", "lookahead", "max_extra_args", "max_logit_bias", "max_logprobs"):
             self._check_size(name, 0)
         for name in (
-            *("compile", "graphs", "capture_ahead", "warm_up", "share_prefixes", "prefix_cache", "rolling"),
+            "compile",
+            "graphs",
+            "capture_ahead",
+            "warm_up",
+            "share_prefixes",
+            "prefix_cache",
+            "rolling",
             "mixed_steps",
         ):
             switch(name, getattr(self, name), "auto")

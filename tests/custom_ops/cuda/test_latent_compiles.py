@@ -111,9 +111,18 @@ def call(**changed: Any) -> LatentCall:
 @pytest.mark.parametrize(
     ("requests", "columns", "heads", "sms", "cluster"),
     [
-        *((1, 32, 16, 132, 16), (2, 32, 16, 132, 16), (2, 32, 16, 66, 16), (2, 32, 16, 64, 16)),
-        *((2, 32, 17, 132, 8), (3, 32, 16, 132, 8), (1, 33, 16, 132, 1), (8, 64, 32, 132, 8)),
-        *((8, 65, 32, 132, 1), (9, 1, 16, 132, 1), (2, 3, 33, 132, 1), (2, 3, 16, 60, 1)),
+        (1, 32, 16, 132, 16),
+        (2, 32, 16, 132, 16),
+        (2, 32, 16, 66, 16),
+        (2, 32, 16, 64, 16),
+        (2, 32, 17, 132, 8),
+        (3, 32, 16, 132, 8),
+        (1, 33, 16, 132, 1),
+        (8, 64, 32, 132, 8),
+        (8, 65, 32, 132, 1),
+        (9, 1, 16, 132, 1),
+        (2, 3, 33, 132, 1),
+        (2, 3, 16, 60, 1),
     ],
 )
 def test_clusters_share_few_short_requests(
@@ -145,8 +154,13 @@ def test_clusters_are_narrower_where_wide_ones_do_not_fit(
 @pytest.mark.parametrize(
     ("requests", "columns", "heads", "rows"),
     [
-        *((8, 64, 16, 8), (16, 64, 16, 8), (17, 64, 16, 16), (32, 64, 5, 8), (1, 20, 32, 16)),
-        *((16, 32, 32, 8), (32, 64, 32, 16)),
+        (8, 64, 16, 8),
+        (16, 64, 16, 8),
+        (17, 64, 16, 16),
+        (32, 64, 5, 8),
+        (1, 20, 32, 16),
+        (16, 32, 32, 8),
+        (32, 64, 32, 16),
     ],
 )
 def test_tiles_of_rows_over_rows_of_fp8(requests: int, columns: int, heads: int, rows: int) -> None:
@@ -211,8 +225,17 @@ def test_what_it_takes() -> None:
 
 
 def test_rows_are_padded_to_eights_and_not_to_64() -> None:
-    found = [rows_of(most) for most in (1, 8, 9, 16, 17, 32, 33, 64, 128)]
-    assert found == [8, 8, 16, 16, 32, 32, 64, 64, 64]
+    assert [rows_of(most) for most in (1, 8, 9, 16, 17, 32, 33, 64, 128)] == [
+        8,
+        8,
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+        64,
+    ]
 
 
 def test_rows_of_fp8_run_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,13 @@ def make_uneven(batch: Batch, most: float) -> None:
 
 @pytest.mark.slow_cases(
     but=(
-        *("8 rows", "many parts", "128 rows", "pairs, merged", "drafts", "fp8, fp16, drafts", "clusters"),
+        "8 rows",
+        "many parts",
+        "128 rows",
+        "pairs, merged",
+        "drafts",
+        "fp8, fp16, drafts",
+        "clusters",
         "not causal",
     )
 )

@@ -108,16 +108,26 @@ MASKS = {
 
 @pytest.mark.slow_cases(
     but=(
-        *("32-8-0-False-*", "128-1-0-False-causal", "18-6-0-False-window", "32-8-5-False-chunks"),
-        *("18-6-1-False-all", "128-1-0-True-all", "32-8-5-True-all"),
+        "32-8-0-False-*",
+        "128-1-0-False-causal",
+        "18-6-0-False-window",
+        "32-8-5-False-chunks",
+        "18-6-1-False-all",
+        "128-1-0-True-all",
+        "32-8-5-True-all",
     )
 )
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "short", "split"),
     [
-        *((32, 8, 0, False), (128, 1, 0, False), (18, 6, 0, False), (32, 8, 5, False), (18, 6, 1, False)),
-        *((128, 1, 0, True), (32, 8, 5, True)),
+        (32, 8, 0, False),
+        (128, 1, 0, False),
+        (18, 6, 0, False),
+        (32, 8, 5, False),
+        (18, 6, 1, False),
+        (128, 1, 0, True),
+        (32, 8, 5, True),
     ],
 )
 def test_every_tile_once_and_the_longest_first(

@@ -32,9 +32,15 @@ EARLY = ("sm_90", "sm_100")  # programmatic dependent launch
 
 
 CASES = [
-    *(("bf16", 128, 4, "plain"), ("bf16", 64, 3, "plain"), ("bf16", 128, 4, "everything")),
-    *(("fp16", 80, 8, "plain"), ("fp32", 64, 3, "plain"), ("bf16", 256, 8, "plain")),
-    *(("bf16", 128, 4, "blocks"), ("bf16", 256, 8, "blocks"), ("fp32", 64, 3, "narrow blocks, window")),
+    ("bf16", 128, 4, "plain"),
+    ("bf16", 64, 3, "plain"),
+    ("bf16", 128, 4, "everything"),
+    ("fp16", 80, 8, "plain"),
+    ("fp32", 64, 3, "plain"),
+    ("bf16", 256, 8, "plain"),
+    ("bf16", 128, 4, "blocks"),
+    ("bf16", 256, 8, "blocks"),
+    ("fp32", 64, 3, "narrow blocks, window"),
 ]
 
 

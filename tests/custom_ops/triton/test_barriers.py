@@ -79,8 +79,11 @@ $L__BB0_1:
 def test_the_deadly_order_is_found() -> None:
     found = ptx.barriers(HANGS)
     assert [(b.guard, b.kind, b.name, b.threads) for b in found] == [
-        *(("", "sync", "0", ""), ("second", "sync", "7", "threads"), ("", "sync", "0", "")),
-        *(("first", "arrive", "7", "threads"), ("", "red", "0", "")),
+        ("", "sync", "0", ""),
+        ("second", "sync", "7", "threads"),
+        ("", "sync", "0", ""),
+        ("first", "arrive", "7", "threads"),
+        ("", "red", "0", ""),
     ]
     assert [HANGS.splitlines()[b.line - 1].split()[-3:] for b in (found[1], found[3])] == [
         ["bar.sync", "7,", "threads;"],
@@ -102,9 +105,16 @@ def test_without_the_barrier_between_it_is_still_refused() -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        *("bar.sync 1;", "bar.sync %r2;", "bar.sync 0, 128;", "@%p1 bar.sync 0;", "@!%p1 barrier.sync 0;"),
-        *("bar.arrive 0, 256;", "barrier.cta.sync.aligned 2, 64;", "bar.red.and.pred %p2, 1, 64, %p1;"),
-        *("barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait;"),
+        "bar.sync 1;",
+        "bar.sync %r2;",
+        "bar.sync 0, 128;",
+        "@%p1 bar.sync 0;",
+        "@!%p1 barrier.sync 0;",
+        "bar.arrive 0, 256;",
+        "barrier.cta.sync.aligned 2, 64;",
+        "bar.red.and.pred %p2, 1, 64, %p1;",
+        "barrier.cluster.arrive.release.aligned;",
+        "barrier.cluster.wait;",
     ],
 )
 def test_barriers_of_fewer_threads_are_refused(wait: str) -> None:
@@ -137,8 +147,13 @@ ATTENTION = (
     | {
         name: CASES[name]
         for name in (
-            *("bf16_of_48", "fp8_padded", "shifted_by_1", "padded_of_128", "fp8_prompt_2k"),
-            *("fp8_prompt_2k_of_80", "bf16_prompt_2k"),
+            "bf16_of_48",
+            "fp8_padded",
+            "shifted_by_1",
+            "padded_of_128",
+            "fp8_prompt_2k",
+            "fp8_prompt_2k_of_80",
+            "bf16_prompt_2k",
         )
     }
     | {

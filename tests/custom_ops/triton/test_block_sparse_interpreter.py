@@ -54,7 +54,10 @@ CASES = [
 
 @pytest.mark.slow_cases(
     but=(
-        *("query heads-split-*", "query heads-prompts-*", "all heads-drafts-*", "kv heads-mixed-*"),
+        "query heads-split-*",
+        "query heads-prompts-*",
+        "all heads-drafts-*",
+        "kv heads-mixed-*",
         "odd-split-*",
     )
 )

@@ -41,7 +41,12 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
     "short_everything_128": ("bf16", 128, 4, 16, 512, 512, EVERYTHING),
     "tree_128": ("bf16", 128, 4, 16, 64, 4096, {"tree": True}),
     "tree_window_128": (
-        *("bf16", 128, 4, 16, 64, 4096),
+        "bf16",
+        128,
+        4,
+        16,
+        64,
+        4096,
         {"tree": True, "window_left": 9, "alibi": True, "sinks": True},
     ),
     "tree_everything_128": ("bf16", 128, 4, 16, 64, 4096, {"tree": True, **EVERYTHING}),
@@ -50,7 +55,12 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
     "long_192": ("bf16", 192, 1, 128, 4096, 4096, {}),
     "blocks_128": ("bf16", 128, 4, 16, 4096, 4096, {"block_sparse": BlockSparse(64, 4, 8, head_step=1)}),
     "narrow_blocks_128": (
-        *("bf16", 128, 4, 16, 512, 512),
+        "bf16",
+        128,
+        4,
+        16,
+        512,
+        512,
         {"block_sparse": BlockSparse(8, 4, 8), "window_left": 100, "sinks": True},
     ),
     "fp32_64": ("fp32", 64, 3, 16, 4096, 4096, {}),
@@ -212,7 +222,13 @@ def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:
     # a process of its own: Triton 3.6 keeps the conversions of the first target that it compiles for
     if triton.__version__.startswith("3.6.") and os.environ.get("ONE_TARGET") != target:
         command = [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m"),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
             "slow or not slow",  # one of the two is slow
             f"{__file__}::test_nan_in_an_e5m2_cache_stays_nan[{target}]",
         ]

@@ -91,7 +91,11 @@ def test_descriptors_made_of_a_parameter_are_found() -> None:
 @pytest.mark.parametrize(("origin", "lost"), [("S2R R4, SR_CgaCtaId", 0), ("LDC R4, c[0x0][0x230]", 1)])
 def test_spilled_descriptors_come_back_as_they_were(origin: str, lost: int) -> None:
     lines = (
-        *(origin, "STL.64 [R1+0x8], R4", "LDL.LU R9, [R1+0x8]", "R2UR UR6, R9", "UMOV UR7, 0x40000040"),
+        origin,
+        "STL.64 [R1+0x8], R4",
+        "LDL.LU R9, [R1+0x8]",
+        "R2UR UR6, R9",
+        "UMOV UR7, 0x40000040",
         "HGMMA.64x64x16.F32 R152, R184, gdesc[UR4], R152",
     )
     code = "\n".join(f"        /*{n:04x}*/                   {line} ;" for n, line in enumerate(lines))

@@ -55,8 +55,12 @@ def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
 @pytest.mark.parametrize(
     ("reqs", "tokens", "heads", "delta", "value", "stages"),
     [
-        *((1, 20, 8, True, 16, 3), (1, 20, 32, True, 32, 3), (2, 20, 32, True, 64, 3)),
-        *((1, 1024, 80, False, 64, 3), (1, 1023, 80, False, 64, 2), (1, 2048, 20, True, 32, 3)),
+        (1, 20, 8, True, 16, 3),
+        (1, 20, 32, True, 32, 3),
+        (2, 20, 32, True, 64, 3),
+        (1, 1024, 80, False, 64, 3),
+        (1, 1023, 80, False, 64, 2),
+        (1, 2048, 20, True, 32, 3),
     ],
 )
 def test_tiles_of_chunks(reqs: int, tokens: int, heads: int, delta: bool, value: int, stages: int) -> None:
@@ -72,8 +76,12 @@ def test_tiles_of_chunks(reqs: int, tokens: int, heads: int, delta: bool, value:
 @pytest.mark.parametrize(
     ("reqs", "tokens", "heads", "by_key", "segment"),
     [
-        *((1, 2048, 2, False, 512), (1, 8128, 8, False, 1024), (2, 4064, 8, False, 1024)),
-        *((1, 8128, 11, True, 1408), (1, 2047, 2, False, None), (4, 2048, 16, False, None)),
+        (1, 2048, 2, False, 512),
+        (1, 8128, 8, False, 1024),
+        (2, 4064, 8, False, 1024),
+        (1, 8128, 11, True, 1408),
+        (1, 2047, 2, False, None),
+        (4, 2048, 16, False, None),
         (1, 8128, 12, True, None),
     ],
 )

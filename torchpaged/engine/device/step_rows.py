@@ -28,8 +28,20 @@ from torchpaged.metadata.host import to_device
 IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}
 #: Arguments of the op ``finish_step``, in its order.
 _FINISHED = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "block_table"),
-    *("stop_token_ids", "input_ids", "positions", "seq_lens", "slot_mapping", "counters", "remaining"),
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seeds",
+    "block_table",
+    "stop_token_ids",
+    "input_ids",
+    "positions",
+    "seq_lens",
+    "slot_mapping",
+    "counters",
+    "remaining",
     "seen",
 )
 

@@ -163,7 +163,11 @@ class PagedAttention(BackendModule):
         one = [output_scale] if isinstance(output_scale, (int, float)) else output_scale
         self._place(
             {"sinks": sinks, "alibi_slopes": alibi_slopes, "output_scale": one},
-            *(backend, limits, session, device, dtype),
+            backend,
+            limits,
+            session,
+            device,
+            dtype,
         )
 
     def forward(

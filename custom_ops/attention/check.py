@@ -92,7 +92,12 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
     if reads_values(q.device):
         check_batch_values(
             q.shape[0],
-            *(k_cache, block_table, seq_lens, query_start_loc, call.max_query_len, call.window_left),
+            k_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            call.max_query_len,
+            call.window_left,
             call.chunk_size,
         )
         if call.tree_mask is not None:

@@ -154,7 +154,14 @@ def test_the_oracle_is_the_reference(
     q, k, v = (t.double() for t in (made.q, made.k_caches[1], made.v_caches[1]))
     out = torch.empty_like(q)
     BACKEND_OPS["reference"].paged_attention(
-        *(q, k, v, made.block_table, made.seq_lens, made.query_start_loc, out, None),
+        q,
+        k,
+        v,
+        made.block_table,
+        made.seq_lens,
+        made.query_start_loc,
+        out,
+        None,
         max_query_len=60,
         scale=made.scale,
         block_sparse=case.block_sparse,

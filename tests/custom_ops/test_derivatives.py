@@ -56,7 +56,12 @@ def attention() -> tuple[Call, dict[str, Tensor], PagedKVCache]:
 
     def call(q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor) -> Any:
         return torchpaged.paged_attention(
-            *(q, k_cache, v_cache, m.block_table, m.seq_lens, m.query_start_loc),
+            q,
+            k_cache,
+            v_cache,
+            m.block_table,
+            m.seq_lens,
+            m.query_start_loc,
             max_query_len=TOKENS,
             sinks=sinks,
         )

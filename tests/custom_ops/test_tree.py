@@ -238,7 +238,13 @@ def test_backends_without_trees_say_so() -> None:
 
 def _metadata(batch: Batch) -> AttentionMetadata:
     return AttentionMetadata(
-        *(batch.block_table, batch.seq_lens, batch.query_start_loc, None, None, batch.max_query_len, 16),
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        None,
+        None,
+        batch.max_query_len,
+        16,
         tree_mask=batch.extras["tree_mask"],
     )
 

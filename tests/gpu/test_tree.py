@@ -108,7 +108,13 @@ def test_one_graph_serves_all_trees_of_a_bucket(backend: str, count: int) -> Non
     ]
     static = batches[0].to("cpu").to("cuda")
     metadata = AttentionMetadata(
-        *(static.block_table, static.seq_lens, static.query_start_loc, None, None, count, 16),
+        static.block_table,
+        static.seq_lens,
+        static.query_start_loc,
+        None,
+        None,
+        count,
+        16,
         tree_mask=static.extras["tree_mask"],
     )
     layer = PagedAttention(32, 128, 8, backend=backend, tree_mask=True, device="cuda", dtype=torch.bfloat16)

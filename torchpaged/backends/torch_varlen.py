@@ -32,7 +32,12 @@ def _attend(call: AttentionCall) -> None:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
     block_size, right = k_cache.shape[1], 0 if call.causal else call.window_right
     y: Any = varlen_attn(
-        *(q, k_cache, v_cache, query_start_loc, None, call.max_query_len),
+        q,
+        k_cache,
+        v_cache,
+        query_start_loc,
+        None,
+        call.max_query_len,
         block_table.shape[1] * block_size,
         scale=call.scale,
         window_size=(call.window_left, right),

@@ -256,7 +256,13 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle):
             steps=None if self.loop is None else self.loop.step_count,
         )
         self._stepper = Stepper(
-            *(self.model, self.scheduler, self.loop, watch, self._rows, self._prefill_graphs, prefixes),
+            self.model,
+            self.scheduler,
+            self.loop,
+            watch,
+            self._rows,
+            self._prefill_graphs,
+            prefixes,
             decided.mixes,
         )
         self._requests, self._next_id = self._stepper.requests, 0

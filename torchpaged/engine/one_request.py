@@ -54,7 +54,11 @@ class OneRequestGraphs(PackedGraphRunner):
             with torch.inference_mode(), self._rows.padding(1):
                 self._rows.send_first(RowState(0, 1, [1], seed=0, counter=0, remaining=1))
                 self._ends[bucket] = capture_bucket(
-                    *(begin, self.capture_backend, self.pool, own, self.device),
+                    begin,
+                    self.capture_backend,
+                    self.pool,
+                    own,
+                    self.device,
                     warmup_iters=1,
                     step="end of a prefill step",
                     eager=begin,

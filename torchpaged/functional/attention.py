@@ -138,7 +138,13 @@ def paged_attention(
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
     refuse_grad(output_scale=output_scale)
     call = attention_call(
-        *(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out),
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
         q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None,
         max_query_len=max_query_len,
         scale=scale,

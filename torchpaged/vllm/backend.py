@@ -63,7 +63,10 @@ class TorchpagedMetadataBuilder(AttentionMetadataBuilder):
         return TorchpagedMetadata(
             common.num_actual_tokens,
             max(common.max_query_len, 1),
-            *(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.slot_mapping),
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
             causal,
         )
 

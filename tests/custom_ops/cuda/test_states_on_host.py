@@ -45,19 +45,30 @@ class Op(NamedTuple):
 
 OPS = {
     "linear_attention": Op(
-        *(decode, LinearAttentionCall, StateSpec, make_linear_inputs, assert_linear_close),
+        decode,
+        LinearAttentionCall,
+        StateSpec,
+        make_linear_inputs,
+        assert_linear_close,
         lambda spec: 1,
         "SHARED_BYTES",
         {"key_dim": 128, "value_dim": 64},
     ),
     "delta_step": Op(
-        *(delta_step, DeltaStepCall, delta_step.StepSpec, make_delta_step_inputs, assert_delta_step_close),
+        delta_step,
+        DeltaStepCall,
+        delta_step.StepSpec,
+        make_delta_step_inputs,
+        assert_delta_step_close,
         lambda spec: spec.group * spec.split,
         "SQUARES_AT + COLUMNS / 32 * 4",
         SIZES["qwen3_next"],
     ),
     "mamba2_step": Op(
-        *(mamba2_step, Mamba2StepCall, mamba2_step.Mamba2StepSpec, make_mamba2_step_inputs),
+        mamba2_step,
+        Mamba2StepCall,
+        mamba2_step.Mamba2StepSpec,
+        make_mamba2_step_inputs,
         assert_mamba2_step_close,
         lambda spec: spec.group,
         "IS_LAST_AT + 4",

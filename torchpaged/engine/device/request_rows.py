@@ -50,7 +50,11 @@ class DecodeRows(StepRows):
         with_seen = any(state.seen is not None for state in states.values())
         num_words = self.seen.shape[1] if with_seen else 0
         staged = packed_rows(
-            *(states, self.block_size, self.max_blocks_per_req, num_words, self.stage.num_words),
+            states,
+            self.block_size,
+            self.max_blocks_per_req,
+            num_words,
+            self.stage.num_words,
             self.device.type == "cuda",
         )
         self._put(staged.to(self.device, non_blocking=True), list(states), num_words)

@@ -104,7 +104,12 @@ class RowState:
             self.counter,
             *stops,
             *([-1] * (MAX_STOP_TOKEN_IDS - len(stops))),
-            *(self.seq_len, self.remaining, self.top_k, self.temperature, self.top_p, self.min_p),
+            self.seq_len,
+            self.remaining,
+            self.top_k,
+            self.temperature,
+            self.top_p,
+            self.min_p,
             self.repetition_penalty,
         )
 

@@ -98,7 +98,11 @@ class SparseLatentLayer(LatentLayer):
         ops.index_logits(
             q.flatten(0, 1),
             weights.flatten(0, 1),
-            *(self.index_pool, step.block_table, step.seq_lens, step.query_start_loc, logits),
+            self.index_pool,
+            step.block_table,
+            step.seq_lens,
+            step.query_start_loc,
+            logits,
             max_query_len=step.max_query_len,
             k_scale=self.index_scale,
         )

@@ -70,7 +70,11 @@ def in_attn(
                 require_cache(self, attention_mask)
                 return plain(self, query, key, value, attention_mask)
             out, weights = paged_attention_forward(
-                *(self, query, key, value, attention_mask),
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
                 scaling=factor,
                 sliding_window=size,
                 masks_itself=True,

@@ -1,6 +1,7 @@
 """Forwards that the user compiled: set-up happens in a graph break or is refused with its reason, and shared
 pools stay known in a trace."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -160,6 +161,28 @@ def test_a_first_forward_in_one_graph_says_what_to_do() -> None:
         cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
         got = compiled(ids, position_ids=positions, past_key_values=cache).logits
         torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow_cases("1")
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_layer_that_is_compiled_by_itself(layer: int) -> None:
+    """And no more in the last forward. So is a part of a model behind dynamo's limit of recompiles: compiled
+    code begins forwards that others complete, or completes those of others."""
+    torch._dynamo.reset()
+    model, ids = tiny("Llama"), torch.randint(3, 99, (2, 14))
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model.set_attn_implementation("torchpaged")
+        compiled, plain = copy.copy(model.model.layers[layer]), model.model.layers[layer]
+        compiled.compile(backend="eager")
+        for lengths in ((7, 1, 1, 5), (9, 5)):
+            got = []
+            for i, part in enumerate(ids.split(lengths, 1)):
+                model.model.layers[layer] = plain if i == 3 else compiled
+                got.append(model(part, past_key_values=cache).logits)
+            torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
+            cache.reset()
 
 
 @pytest.mark.parametrize("layers", [True, False], ids=["compileable", "not"])

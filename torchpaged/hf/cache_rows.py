@@ -218,10 +218,9 @@ class CacheRows:
 
     def complete(self) -> None:
         """The forward's tokens are in every layer: noted on the device, which compiled steps look at, and on
-        the host."""
+        the host, which may have seen the forward begin, though its last layer is compiled."""
         self.written_total.copy_(self.total)
-        if not torch.compiler.is_compiling():
-            self._is_open = False
+        self._is_open = False
 
     def step(
         self, batch: int, query_len: int, rolls: bool = False, writes: bool = False

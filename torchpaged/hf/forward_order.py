@@ -67,6 +67,8 @@ class ForwardOrder:
             ArgumentError: behind the first forward, which was then incomplete: it did not reach the layer.
         """
         if num_forwards > 1:
+            if self._completes is not None and layer.index <= self._completes.index:
+                return  # compiled code wrote it so far
             raise incomplete()
         if self._completes is not None:
             self._completes.is_last = False
@@ -111,10 +113,10 @@ class ForwardOrder:
             self.use(layer)
         if traced:
             return
-        if not self._seen:
+        if not self._seen and self.last is None:  # else compiled code began, and with the one taken for it
             for other in self._layers:
                 other.is_first = other is layer
-            self._seen = True
+        self._seen = True
         if layer.is_first or layer is self.last:
             self._require_first_write(layer, query_len)
 

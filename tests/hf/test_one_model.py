@@ -30,18 +30,29 @@ def with_other_weights(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
-def first_turn(model: PreTrainedModel) -> tuple[PagedCache, Tensor, Tensor]:
+def first_turn(model: PreTrainedModel, **options: Any) -> tuple[PagedCache, Tensor, Tensor]:
     """A cache after a turn, the tokens of the next one, and what the model says there."""
     ids = torch.randint(3, 99, (2, 9))
-    cache = PagedCache(model.config, 2, 64, block_size=4)
+    cache = PagedCache(model.config, 2, 64, block_size=4, **options)
     further = torch.cat([model.generate(ids, **CALL, past_key_values=cache), ids], 1)
     return cache, further, model.generate(further, **CALL)
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "deepseek_v3"])
-def test_another_model_of_the_same_shape(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [
+        ("llama", None),
+        ("llama", True),
+        ("bloom", None),
+        ("deepseek_v3", None),
+        ("lfm2", None),  # its first layer keeps a state
+        ("jamba", True),
+        ("mamba2", None),
+    ],
+)
+def test_another_model_of_the_same_shape(name: str, dense: bool | None) -> None:
     model = attach(model_of(name))
-    cache, further, want = first_turn(model)
+    cache, further, want = first_turn(model, dense=dense)
     other = with_other_weights(model)
     with pytest.raises(ArgumentError, match="past_key_values: .*this model.*of its own, or call cache.reset"):
         other.generate(further, **CALL, past_key_values=cache)

@@ -20,7 +20,7 @@ from torchpaged.hf.call import LayerCall, in_autocast
 from torchpaged.hf.call_mask import CallMask, MaskRequest, describe, held_by
 from torchpaged.hf.cross import attend_across
 from torchpaged.hf.dense import SPARSE, asked, attend_dense, sparse, transformed
-from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.layer import PagedLayer, gathered_from, layer_of
 from torchpaged.hf.mask_functions import is_causal as is_causal_mask
 from torchpaged.hf.model_classes import fill_class_tables, needs_eager_mask
 from torchpaged.hf.owner import cache_of
@@ -78,6 +78,7 @@ def paged_attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     require_no_weights(kwargs)
     if layer is None:
+        require_same_model(gathered_from(key) or gathered_from(value), module)
         call = LayerCall(module, query, key, value, causal, None, softcap, sinks, None, scaling)
         return attend_dense(call, attention_mask, position_bias, dropout, is_causal, kwargs), None
     key, value = layer.pools_of(key, value)
@@ -118,8 +119,7 @@ def _refuse(
     rows = None if torch.compiler.is_compiling() else layer.owner.rows
     if rows is not None:
         require_new(rows, call.query.shape[2], written=True, options=kwargs)
-        if layer.is_first:
-            require_same_model(rows, call.module)
+        require_same_model(rows, call.module)
     for name in SPARSE:
         if kwargs.get(name) is not None and not (layer.latent and name == "indices"):
             raise sparse(type(call.module).__name__)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call import LayerCall, brings_mask, in_autocast, kind_of, looks_alike
 from torchpaged.hf.layer_pools import LayerPools
 from torchpaged.hf.owner import PagedOwner
@@ -29,6 +30,12 @@ def layer_of(tensor: Any) -> "PagedLayer | None":
     """The layer whose pool ``tensor`` is, or None. The pool itself says it: transformers tells an attention
     function neither cache nor layer; ``tests/hf/test_call_mask.py`` notices if it does."""
     return getattr(tensor, "_torchpaged_layer", None)
+
+
+def gathered_from(tensor: Any) -> CacheRows | None:
+    """The rows whose keys or values a dense cache gathered into ``tensor``, which says it; None: another
+    one's, or a trace's."""
+    return getattr(tensor, "_torchpaged_rows", None)
 
 
 class PagedLayer(LayerPools):
@@ -151,7 +158,11 @@ class PagedLayer(LayerPools):
             self._waiting = key_states, value_states
         if owner.dense:
             assert owner.rows is not None
-            return owner.rows.gather(self.keys, batch), owner.rows.gather(self.values, batch)
+            gathered = owner.rows.gather(self.keys, batch), owner.rows.gather(self.values, batch)
+            if not traced:
+                for tensor in gathered:
+                    tensor._torchpaged_rows = owner.rows
+            return gathered
         # Other models of such a type may not be attached.
         if not traced and (not self._watched or self._computes):
             return watch(self.keys, self), watch(self.values, self)

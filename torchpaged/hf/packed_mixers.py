@@ -21,6 +21,7 @@ from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import PACKED, Function
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.row_refusals import require_same_model
 from torchpaged.hf.template import PackedHybridLayer, window_and_chunk
 
 
@@ -52,7 +53,10 @@ def over_states(forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = state_of(self, options)
         if layer is None:
             return type(self).forward(self, hidden_states, **options)
-        return forward(self, layer, hidden_states)
+        out = forward(self, layer, hidden_states)
+        if not layer.cache.paged:
+            require_same_model(layer.cache.rows, self)
+        return out
 
     return mixed
 

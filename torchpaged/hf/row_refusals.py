@@ -95,16 +95,21 @@ def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
     return positions is not None and positions.device.type == "cpu" and get_proxy_mode() is None
 
 
-def require_same_model(rows: CacheRows, module: nn.Module) -> None:
+def require_same_model(rows: CacheRows | None, module: nn.Module) -> None:
     """Refuse another model over one's keys of the same shape: its tokens would be wrong. Looks once in an
-    eager forward, at the first layer's attention; another module with the same weights is a copy, and of
-    other names, shapes, dtypes or kinds, or without the one before, nothing is known.
+    eager forward, at its first attention, or at the first mixer of a model without any; another module with
+    the same weights is a copy, and of other names, shapes, dtypes or kinds, or without the one before,
+    nothing is known.
+
+    Args:
+        rows: of the cache; None: they are another object's.
+        module: that attends, or mixes, behind its write.
 
     Raises:
         ArgumentError: the weights are others than those of the module that attended before, since the reset.
     """
-    if rows.attended == rows.num_forwards:
-        return  # a later module that reads the first layer's keys
+    if rows is None or torch.compiler.is_compiling() or rows.attended == rows.num_forwards:
+        return  # or a later module of this forward
     rows.attended = rows.num_forwards
     first = None if rows.attended_by is None else rows.attended_by()
     if first is module:

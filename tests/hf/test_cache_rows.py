@@ -542,12 +542,15 @@ def test_the_same_prompt_again(name: str, masked: bool, length: int, dense: bool
 @pytest.mark.parametrize("padding", [(3, 0), (0, 3), (2, 3)])
 @pytest.mark.parametrize("length", [9, 10, 12, 16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_another_prompt_behind_padded_rows(padding: tuple[int, int], length: int, masked: bool) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_another_prompt_behind_padded_rows(
+    padding: tuple[int, int], length: int, masked: bool, dense: bool
+) -> None:
     """Its mask of ones says nothing: its positions tell, which are not those behind the first prompt's."""
     model, prompt = paged(), torch.randint(3, 99, (2, 12))
     mask = torch.arange(12)[None] >= torch.tensor(padding)[:, None]
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
-    cache = PagedCache(model.config, 2, 64, block_size=4)
+    cache = PagedCache(model.config, 2, 64, block_size=4, dense=dense)
     model.generate(prompt, attention_mask=mask.long(), **options, past_key_values=cache)
     call = {"input_ids": torch.randint(3, 99, (2, length)), **options}
     if masked:
@@ -558,7 +561,8 @@ def test_another_prompt_behind_padded_rows(padding: tuple[int, int], length: int
 
 @pytest.mark.parametrize("padding", [(3, 0), (0, 3), (11, 0)])
 @pytest.mark.parametrize("new", [1, 3, 9, 17, 20])
-def test_the_next_turn_behind_padded_rows(padding: tuple[int, int], new: int) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_next_turn_behind_padded_rows(padding: tuple[int, int], new: int, dense: bool) -> None:
     """The whole text, or new tokens alone behind a mask over all; as many as may look like a prompt again."""
     model, prompt = paged(), torch.randint(3, 99, (2, 12))
     mask = (torch.arange(12)[None] >= torch.tensor(padding)[:, None]).long()
@@ -568,7 +572,7 @@ def test_the_next_turn_behind_padded_rows(padding: tuple[int, int], new: int) ->
     call = {"attention_mask": torch.nn.functional.pad(mask, (0, text.shape[1] - 12), value=1), **options}
     want = model.generate(text, **call)[:, text.shape[1] :]
     for given in (text, text[:, 17:]):
-        cache = PagedCache(model.config, 2, 64, block_size=4)
+        cache = PagedCache(model.config, 2, 64, block_size=4, dense=dense)
         model.generate(prompt, attention_mask=mask, **options, past_key_values=cache)
         got = model.generate(given, **call, past_key_values=cache)
         assert torch.equal(got[:, given.shape[1] :], want)

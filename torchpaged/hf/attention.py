@@ -189,6 +189,7 @@ def paged_mask(
         return _mask_without_cache(request, allow_is_causal_skip, kwargs)
     if cache.dense:
         cache.masks.require_next(request)
+        cache.masks.note_padding(request)
         cache.masks.require_whole_spans(request)
         dense: Tensor | None = eager_mask(**request.arguments(), **kwargs)
         return dense

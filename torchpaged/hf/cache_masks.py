@@ -168,6 +168,12 @@ class CacheMasks:
             rows.cut_padding &= max(padding) >= mask.shape[1]
         return holds
 
+    def note_padding(self, asked: MaskRequest) -> None:
+        """Learn the left padding of gathered keys: places of tokens are behind by it."""
+        mask = asked.padding
+        if asked.query_len > 1 and mask is not None and mask.dim() == 2 and not torch.compiler.is_compiling():
+            self._rows.gathered_padding = (mask.cumsum(1) == 0).sum(1).tolist()
+
     def require_whole_spans(self, asked: MaskRequest) -> None:
         """Refuse of gathered keys, whose masks transformers makes, what `observe` refuses of spans.
 

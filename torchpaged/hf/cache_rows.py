@@ -82,6 +82,7 @@ class CacheRows:
             self.rolling.longest = 0
         self.ready = False
         self.padding: list[int] | None = None
+        self.gathered_padding: list[int] | None = None  # likewise, of keys that are gathered with it
         self.cut_padding = False
         self.num_forwards = 0
         self.generates = False  # for a generate() whose use_cache was looked at, see row_refusals.py

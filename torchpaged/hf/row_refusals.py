@@ -62,7 +62,7 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     # at n, or without a mask of the caller's at n more than are cached. So may a turn's behind padding.
     ahead = first - query_len
     again = start == 0 if ahead <= 0 else start is not None and 2 * start in (ahead, ahead + 2 * first)
-    if again and not rows.is_padded and start != max(first - (rows.padding or [0])[0], 0):
+    if again and not rows.is_padded and start not in [max(first - lag, 0) for lag in _lags(rows)]:
         expected = f"tokens behind the {first} in the cache"
         raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
     if not rows.is_padded and _can_be_read(positions):  # a part of a prompt may have a picture
@@ -75,7 +75,7 @@ def _refuse_uncached(rows: CacheRows, query_len: int, first: int, start: int | N
     ``is_told``. Models that don't hand it on (OLMo 3, Qwen3-VL) always give the layers' default, False: there
     the position ``start`` of the first row tells, if its padding is known, or without positions that
     generate()'s second step has one token more than are cached, unless generate() was looked at."""
-    padding = rows.padding or [0]
+    padding = rows.padding or rows.gathered_padding or [0]
     if start is None:
         anew = query_len == first + 1 and not rows.generates
     else:
@@ -169,9 +169,13 @@ def _note_first(rows: CacheRows, positions: Tensor | None) -> None:
 def _end_at(rows: CacheRows, positions: Tensor, length: int) -> bool:
     """Whether the last tokens of all rows stand where those of rows of ``length`` tokens do whose padding is
     known, and which have no pictures, whose tokens share places. Positions may count padding, too."""
-    last, end = positions[..., -1], int(rows.first_place) + length - 1
-    ends = [last] if not any(rows.padding or ()) else [last, last + last.new_tensor(rows.padding)]
-    return any(bool((each == end).all()) for each in ends)
+    ends = positions[..., -1:] + positions.new_tensor(_lags(rows))
+    return bool((ends == int(rows.first_place) + length - 1).any(-1).all())
+
+
+def _lags(rows: CacheRows) -> list[int]:
+    """How many places tokens of a row may be behind its length: none, or its padding."""
+    return [0, *(rows.padding or rows.gathered_padding or ())]
 
 
 def require_left(options: Mapping[str, Any], input_ids: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""Scheduler: which requests run in the next step, and get blocks for it (`RequestBlocks` says which blocks).
+"""Scheduler: which requests run in the next step, and get blocks for it (`RequestBlocks` says which blocks,
+`BlockWants` how many).
 
 Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run,
 prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
 back and recomputed later. The oldest request is never put back, so that there is always progress.
 
-Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
-the tokens they may have, and before one of them is put back the caller reads what is in
-flight (`short_of_blocks`).
+Before a request with a row in the decode loop is put back the caller reads what is in flight
+(`short_of_blocks`).
 """
 
 import math
@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.engine.block_wants import Asked, BlockWants
 from torchpaged.engine.chunk_budget import ChunkBudget, least_padded
 from torchpaged.engine.outputs import LatencyHistogram
 from torchpaged.engine.request_blocks import RequestBlocks
@@ -26,16 +27,6 @@ from torchpaged.engine.sequence import Sequence, StepCount
 
 if TYPE_CHECKING:
     from torchpaged.hf.step_rings import StepRings
-
-
-class Asked(NamedTuple):
-    """The running requests before a step, the oldest first: ``ready``, whose blocks hold it, most of a large
-    batch; ``lacking``, the others, with the blocks that each lacks for it, or for the rest of its prompt; and
-    ``prompts``, those of the latter that do not decode."""
-
-    ready: list[Sequence]
-    lacking: dict[Sequence, int]
-    prompts: list[Sequence]
 
 
 @dataclass
@@ -106,10 +97,9 @@ class Scheduler:
     ) -> None:
         self.blocks = RequestBlocks(pool, block_size, prefixes, rings, preemption)
         self.pool, self.block_size, self.prefixes = pool, block_size, prefixes
-        self._are_ahead = False  # blocks may have been given ahead of need
-        self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.max_running, self.steps = max_batch_size, steps or StepCount()
+        self._wants = BlockWants(self.blocks, self.steps, ahead, lookahead)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # as a set in order, oldest first: one leaves by O(1)
         self.preemptions, self.swapped, self.budget = 0, 0, budget
@@ -136,22 +126,8 @@ class Scheduler:
         self.blocks.reset(self.waiting)
 
     def ask(self) -> Asked:
-        """What the running requests lack now. One that is known to have room costs no call."""
-        ready, lacking, prompts = asked = Asked([], {}, [])
-        most = self.steps.most
-        for s in self.running:
-            if s.has_room_until >= most:
-                ready.append(s)
-            elif s.row is None and not s.decodes:
-                prompts.append(s)
-                lacking[s] = self._lacks_after(s, s.remaining)
-            elif (missing := self._lacks(s)) > 0:
-                lacking[s] = missing
-            elif s.row is None:
-                lacking[s] = 0
-            else:
-                ready.append(s)
-        return asked
+        """What the running requests lack now."""
+        return self._wants.ask(self.running)
 
     def short_of_blocks(self, asked: Asked) -> bool:
         """Whether the next `schedule` may have to put a request back."""
@@ -180,7 +156,7 @@ class Scheduler:
             if sequence.row is not None:
                 missing = lacking[sequence]
             elif sequence.decodes:
-                missing = self._lacks(sequence)
+                missing = self._wants.lacks(sequence)
             else:
                 budget = self._prompt_tokens(prompts, step) if budget < 0 else budget
                 count = min(sequence.remaining, budget, self._max_query_len)
@@ -188,7 +164,7 @@ class Scheduler:
                     count = sequence.cached.chunk(sequence.num_computed, count)
                 if not count:
                     continue
-                missing = self._lacks_after(sequence, count)
+                missing = self._wants.lacks_after(sequence, count)
             if missing > step.room and not self._make_room(sequence, missing, step):
                 continue
             if missing > 0:
@@ -204,8 +180,8 @@ class Scheduler:
         if step.put_back:  # they hold no blocks any more, and all others do
             step.chunks = [(one, count) for one, count in step.chunks if one.blocks]
             step.decodes = [one for one in decodes if one.blocks]
-        if self.lookahead and step.blocks_added and not self.waiting:
-            self._look_ahead(step, lacking)
+        if step.blocks_added and not self.waiting:
+            self._wants.look_ahead(step.decodes, lacking)
         if self.prefixes is not None and self.prefixes.host is not None:
             self.prefixes.host.flush()
         return step
@@ -249,55 +225,6 @@ class Scheduler:
         can make room for."""
         return self.pool.num_unpinned if len(self.running) > 1 else self.pool.num_free
 
-    def _lacks(self, sequence: Sequence) -> int:
-        """Blocks that a decoding request lacks for the next step, less than 0 where it has more than it
-        needs; of one with a row also until when it has enough: until then it is not computed again."""
-        tokens, most, row = len(sequence.tokens) + self.ahead, sequence.max_len - 1, sequence.row
-        if row is not None:  # as `in_flight`, without a call
-            tokens += sequence.step_count.started - sequence.steps_read
-        # Keys and values of a request's last token are never stored.
-        left = len(sequence.blocks) * self.block_size - (tokens if tokens < most else most)
-        if row is not None:
-            sequence.has_room_until = self.steps.most + left
-        return -(left // self.block_size)
-
-    def _lacks_after(self, sequence: Sequence, count: int) -> int:
-        """Blocks that a request lacks when ``count`` more tokens of its prompt are computed; with the last of
-        them decoding begins."""
-        tokens = sequence.num_computed + count
-        if count == sequence.remaining and self.ahead:
-            tokens = min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
-        return self.blocks.missing(sequence, tokens)
-
-    def _look_ahead(self, step: Schedule, lacking: Iterable[Sequence]) -> None:
-        """Blocks for ``lookahead`` more tokens, once a request with a row has used up its own: for all that
-        have used half of theirs. ``lacking``: those that were not ready."""
-        if all(s.row is None or len(s.blocks) <= s.blocks_on_device for s in lacking):
-            return
-        more: list[tuple[Sequence, int]] = []
-        room = self.pool.num_unpinned // 2
-        for s in step.decodes:
-            if s.has_room_until < self.steps.most + self.lookahead // 2:
-                tokens = min(len(s.tokens) + s.in_flight + self.ahead + self.lookahead, s.max_len - 1)
-                more.append((s, self.blocks.missing(s, tokens)))
-                room -= more[-1][1]
-                if room < 0:
-                    return
-        self._are_ahead, step.promised = True, more
-        self._give(step)
-
-    def _trim(self) -> None:
-        """Take back the blocks that were given ahead of need."""
-        if not self._are_ahead:
-            return
-        self._are_ahead = False
-        for sequence in self.running:
-            if sequence.decodes and (more := -self._lacks(sequence)) > 0:
-                self.pool.free(sequence.blocks[-more:])
-                del sequence.blocks[-more:]
-                sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
-                sequence.has_room_until -= more * self.block_size
-
     def _admit(self, prompts: list[Sequence]) -> list[Sequence]:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more; those
         that were started. ``prompts``: of those that ran before, all with tokens of their prompt left."""
@@ -311,7 +238,7 @@ class Scheduler:
                 promised = sum(map(need_of, [*prompts, *admitted]))
                 need = need_of(self.waiting[0])
             if self.running and need + promised > room:
-                self._trim()
+                self._wants.trim(self.running)
                 room = self.pool.num_unpinned
                 if need + promised > room:
                     break
@@ -329,12 +256,14 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, missing: int, step: Schedule) -> bool:
         """Put back younger requests until there are so many blocks for ``sequence``; False: itself, too."""
         self._give(step)
-        self._trim()
+        self._wants.trim(self.running)
         step.room = self._room()
         # Never for the oldest alone: `max_len` keeps a request within the pool.
         while missing > step.room:
-            youngest = next(reversed(self.running))
-            self._put_back(youngest)
+            youngest, _ = self.running.popitem()
+            self.swapped += self.blocks.put_back(youngest)
+            self.waiting.appendleft(youngest)
+            self.preemptions += 1
             step.put_back.append(youngest)
             step.room = self._room()
             if youngest is sequence:
@@ -342,16 +271,6 @@ class Scheduler:
         return True
 
     def _give(self, step: Schedule) -> None:
-        """Give all blocks that were promised, at once: a call for each of a large batch would cost more than
-        the rest of the step. Of those that decode `_lacks` was asked in this step."""
         if step.promised:
-            self.blocks.give(step.promised)
-            for sequence, count in step.promised:
-                sequence.has_room_until += count * self.block_size
+            self._wants.give(step.promised)
             step.promised, step.blocks_added = [], True
-
-    def _put_back(self, sequence: Sequence) -> None:
-        del self.running[sequence]
-        self.swapped += self.blocks.put_back(sequence)
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1

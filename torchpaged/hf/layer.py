@@ -17,7 +17,7 @@ from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call import LayerCall, brings_mask, in_autocast, kind_of, looks_alike
 from torchpaged.hf.layer_pools import LayerPools
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.row_refusals import note_padding, require_new, require_no_weights
+from torchpaged.hf.row_refusals import require_new, require_no_weights
 from torchpaged.hf.row_table import incomplete
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
@@ -118,8 +118,6 @@ class PagedLayer(LayerPools):
         pools = self.write(key_states, value_states)
         if self.owner.dense and not torch.compiler.is_compiling():
             # Any attention may come behind it.
-            if self.is_first:
-                note_padding(self.owner.rows, key_states.shape[2], options)
             require_new(self.owner.rows, key_states.shape[2], written=True, options=options)
         self.complete()
         return pools

@@ -149,15 +149,6 @@ def require_no_weights(options: Mapping[str, Any]) -> None:
         raise ArgumentError("output_attentions", expected, "True", todo)
 
 
-def note_padding(rows: CacheRows, query_len: int, options: Mapping[str, Any]) -> None:
-    """Learn from the positions of a batch's first forward whether rows are padded, where transformers' own
-    masks are used and the cache gets none. Arguments as of `require_new`, behind the write."""
-    positions = options.get("position_ids")
-    if rows.first_position(query_len) == 0 and query_len > 1 and positions is not None:
-        _note_first(rows, positions)
-        rows.is_padded = not _end_at(rows, positions, query_len)
-
-
 def _note_first(rows: CacheRows, positions: Tensor | None) -> None:
     """Keep where the positions of a batch begin, on their device: nothing waits for it."""
     if positions is None or get_proxy_mode() is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_requests import EACH, LONG, PROMPTS
+from engine_requests import EACH, LONG, PROMPTS, Letters
 from engine_requests import ENGINES as WAYS
 from forked import said_in_a_child
 from many_threads import in_threads, random_requests, run_threads
@@ -535,6 +535,35 @@ def test_a_task_that_is_cancelled_while_its_request_is_queued(
 def test_an_answer_that_is_not_begun_leaves_no_request(started: Generator) -> None:
     started.answer(PROMPTS[0], LONG)
     assert not started.has_unfinished
+
+
+class Meeting(Letters):
+    """Reads two texts at a time."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        self.both.wait(60)
+        return super().__call__(text)
+
+
+@pytest.mark.parametrize("way", ["submit", "generate", "answer", "pin"])
+def test_texts_are_read_beside_steps_and_each_other(started: Generator, way: str) -> None:
+    """With no lock held: a long text takes as long as many steps."""
+    started.tokenizer = Meeting()
+
+    async def answered() -> None:
+        async for _ in started.answer("hello", EACH[0]):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "submit": lambda: started.submit("hello"),
+        "generate": lambda: started.generate("hello"),
+        "answer": lambda: asyncio.run(answered()),
+        "pin": lambda: started.pin("hello"),
+    }
+    in_threads([calls[way]] * 2)  # type: ignore[list-item]
 
 
 def test_what_events_refuses(llama: Any) -> None:

@@ -10,7 +10,7 @@ from engine_requests import EACH, PROMPTS, Letters, assert_unharmed, engine, tok
 
 from torchpaged import ArgumentError
 from torchpaged.engine import SamplingParams
-from torchpaged.engine.prompts import prompt_ids
+from torchpaged.engine.prompts import encoded
 
 pytestmark = pytest.mark.timeout(300)  # a hang is a failure
 
@@ -115,7 +115,7 @@ def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: li
 
 def test_text_that_no_tokenizer_takes_is_named() -> None:
     with pytest.raises(ArgumentError, match="^prompt: expected text in UTF-8"):
-        prompt_ids("half \ud800", lambda text: {"input_ids": [1]}, 99)
+        encoded("half \ud800", lambda text: {"input_ids": [1]})
 
 
 def test_one_string_is_one_prompt(faulty: Any) -> None:

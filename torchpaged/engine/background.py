@@ -201,14 +201,17 @@ class BackgroundLoop:
         self._register(inbox, _Follower(news.put, False))
         return lambda: _next(news)
 
-    async def events(self, take: Callable[[Inbox], object], owner: object) -> AsyncIterator[TokenEvent]:
-        """Events of the request that ``take`` gives an inbox, with the lock held; it is cancelled if the
-        iteration breaks off. Raises as ``take`` and `follow`. ``owner`` as in `Calls.stream`."""
+    async def events(
+        self, taker: Callable[[], Callable[[Inbox], object]], owner: object
+    ) -> AsyncIterator[TokenEvent]:
+        """Events of the request that what ``taker`` gives, in a thread, gives an inbox, with the lock held;
+        it is cancelled if the iteration breaks off. Raises as both and `follow`. ``owner`` as in
+        `Calls.stream`."""
         here, inbox = asyncio.get_running_loop(), Inbox()
         news: asyncio.Queue[_News] = asyncio.Queue()
         follower = _Follower(lambda item: here.call_soon_threadsafe(news.put_nowait, item), True)
         # In a thread of its own: the lock may be held by a step.
-        claim = here.run_in_executor(None, self._add, inbox, follower, take)
+        claim = here.run_in_executor(None, lambda: self._add(inbox, follower, taker()))
         # asyncio logs an error that is not asked for, as that of a call whose task was cancelled; so does
         # asyncio.shield from Python 3.14 on.
         claim.add_done_callback(asyncio.Future.exception)

@@ -50,7 +50,9 @@ class Background(Protocol):
     def waiter(self, inbox: Inbox) -> Callable[[], object]:
         """What waits until they have ended; the caller holds the lock."""
 
-    def events(self, take: Callable[[Inbox], object], owner: object) -> AsyncIterator[TokenEvent]:
+    def events(
+        self, taker: Callable[[], Callable[[Inbox], object]], owner: object
+    ) -> AsyncIterator[TokenEvent]:
         """Of one request, for asyncio."""
 
     def end(self, reason: BaseException) -> None:

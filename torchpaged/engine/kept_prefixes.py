@@ -18,7 +18,7 @@ from torchpaged.engine.calls import Calls
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.options import GeneratorOptions
-from torchpaged.engine.prompts import prompt_ids
+from torchpaged.engine.prompts import encoded, token_ids
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.stepper import Stepper
 from torchpaged.model_state import fingerprint
@@ -117,8 +117,9 @@ class KeptPrefixes:
             ArgumentError: no prompt, a ``ttl`` or ``priority`` that can't be, or nothing is kept
                 (`prefix_cache_reason`).
         """
+        prompt = encoded(prompt, self.tokenizer)
         with self._calls.entered():
-            ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+            ids = token_ids(prompt, self.model.vocab_size)
             self._stepper.require_cache()
             self._stepper.look()
             return self._kept_prefixes().pin(ids, cache_salt, ttl=ttl, priority=priority)

@@ -99,7 +99,8 @@ class Lifecycle(NotCopied):
             TorchpagedError: no background loop runs (`start`), or none in this process, or a step raised.
             ClosedError: the Generator is closed.
         """
-        return self._calls.loop_for("events()").events(partial(self._calls.claim, [request_id]), self)
+        claim = partial(self._calls.claim, [request_id])
+        return self._calls.loop_for("events()").events(lambda: claim, self)
 
     def metrics(self) -> EngineMetrics:
         """Load, memory and latencies as they are now; waits for the step that runs.

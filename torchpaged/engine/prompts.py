@@ -45,6 +45,14 @@ def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     return [SamplingParams() if params is None else params for params in each]
 
 
+def as_sampling(sampling: Any) -> SamplingParams:
+    """``sampling`` of one request, checked; None: the default."""
+    params = SamplingParams() if sampling is None else sampling
+    if not isinstance(params, SamplingParams):
+        raise ArgumentError("sampling", "SamplingParams", shown(params))
+    return params
+
+
 def require_text(name: str, text: str) -> None:
     """Refuse halves of surrogate pairs, which are no text: bytes of a shell, or of JSON, that are no UTF-8.
 
@@ -57,11 +65,11 @@ def require_text(name: str, text: str) -> None:
         raise ArgumentError(name, "text in UTF-8", shown(text)) from error
 
 
-def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> "array[int]":
-    """As `token_ids`, of text too, by ``tokenizer``.
+def encoded(prompt: Any, tokenizer: Any, needs_tokenizer: bool = False) -> Any:
+    """Token ids of a text, by ``tokenizer``; anything else as it is.
 
     Raises:
-        ArgumentError: as `token_ids` and `require_text`, or there is no tokenizer for a text, or for what
+        ArgumentError: as `require_text`, or there is no tokenizer for a text, or for what
             ``needs_tokenizer``.
     """
     if (isinstance(prompt, str) or needs_tokenizer) and tokenizer is None:
@@ -71,10 +79,10 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bo
             "None",
             "make Generator(model, tokenizer), or give token ids",
         )
-    if isinstance(prompt, str):
-        require_text("prompt", prompt)
-        prompt = tokenizer(prompt)["input_ids"]
-    return token_ids(prompt, vocab_size)
+    if not isinstance(prompt, str):
+        return prompt
+    require_text("prompt", prompt)
+    return tokenizer(prompt)["input_ids"]
 
 
 def token_ids(prompt: Any, vocab_size: int) -> "array[int]":

@@ -1,7 +1,7 @@
 """Requests of a `Generator`: queued, cancelled, streamed, run to their ends, or moved on by one step."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -14,7 +14,14 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
-from torchpaged.engine.prompts import list_prompts, list_sampling, logits_words, prompt_ids
+from torchpaged.engine.prompts import (
+    as_sampling,
+    encoded,
+    list_prompts,
+    list_sampling,
+    logits_words,
+    token_ids,
+)
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Inbox, Sequence
@@ -48,11 +55,12 @@ class RequestCalls:
                 does not fit ``max_seq_len`` or the pool, strings without a tokenizer, or a ``sampling`` that
                 this Generator was not made for. Nothing is queued then.
         """
-        sequence = None
+        params, sequence = as_sampling(sampling), None
+        prompt = encoded(prompt, self.tokenizer, bool(params.stop))
         try:
             with self._calls.entered():
                 self._stepper.look(ModelWatch.at_request)
-                sequence = self._sequence(prompt, sampling, self._calls.inbox)
+                sequence = self._sequence(prompt, params, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
         except BaseException:
@@ -81,11 +89,17 @@ class RequestCalls:
             ClosedError: the Generator is closed.
         """
 
-        def queue(inbox: Inbox) -> None:
-            self._stepper.look(ModelWatch.at_request)
-            self._stepper.add(self._sequence(prompt, sampling, inbox))
+        def queued() -> Callable[[Inbox], None]:
+            params = as_sampling(sampling)
+            ids = encoded(prompt, self.tokenizer, bool(params.stop))
 
-        return self._calls.loop_for("answer()").events(queue, self)
+            def queue(inbox: Inbox) -> None:
+                self._stepper.look(ModelWatch.at_request)
+                self._stepper.add(self._sequence(ids, params, inbox))
+
+            return queue
+
+        return self._calls.loop_for("answer()").events(queued, self)
 
     def cancel(self, request_id: int) -> None:
         """End a request now; its blocks are free at once, its event comes to its owner. One that has ended
@@ -154,6 +168,7 @@ class RequestCalls:
         """
         texts = list_prompts(prompts)
         each = list_sampling(sampling, len(texts))
+        texts = [encoded(t, self.tokenizer, bool(p.stop)) for t, p in zip(texts, each, strict=True)]
         samples = [(text, one) for text, params in zip(texts, each, strict=True) for one in params.samples()]
         inbox, sequences = Inbox(wants_results=True), list[Sequence]()
         try:
@@ -205,15 +220,13 @@ class RequestCalls:
         """Whether a step would do anything."""
         return not self._calls.closed and bool(self._requests or self._calls.inbox.waiting)
 
-    def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
-        """A request that fits, not queued yet."""
-        params = SamplingParams() if sampling is None else sampling
-        if not isinstance(params, SamplingParams):
-            raise ArgumentError("sampling", "SamplingParams", shown(params))
+    def _sequence(self, prompt: Any, params: SamplingParams, inbox: Inbox) -> Sequence:
+        """A request that fits, not queued yet. Text was `encoded` ahead of the lock: a long one takes as long
+        as several steps, in which others would have no tokens."""
         if params.n > 1:
             fix = "submit each of sampling.samples(), or call generate()"
             raise ArgumentError("n", "1 for a request", str(params.n), fix)
-        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size, bool(params.stop))
+        ids = token_ids(prompt, self.model.vocab_size)
         params.check_vocabulary(self.model.vocab_size)
         words = logits_words(self._rows.stage, params, self.model.eos_token_ids, self.model.vocab_size)
         room = self._room

@@ -34,6 +34,7 @@ def test_a_run_that_was_broken_off_goes_on(folder: str, tmp_path: Path) -> None:
     arguments = ("--input", str(source), "--output", str(output))
     done = generate(folder, *arguments)
     assert done.returncode == 0, done.stderr
+    assert all(done.stderr.splitlines())  # no line is left empty in the place of a progress bar
     found = {row["id"]: row for row in rows(output)}
     assert {name: row["prompt"] for name, row in found.items()} == prompts
     assert all(len(row["token_ids"]) == 4 and row["finish_reason"] == "length" for row in found.values())

@@ -162,7 +162,7 @@ def _generator(model: Any, tokenizer: Any, settings: Settings) -> Generator:
         TextColumn("{task.description}"),
         console=ERRORS,
         transient=True,
-        disable=settings.as_json,
+        disable=settings.as_json or not ERRORS.is_terminal,
     ) as bar:
         task = bar.add_task("", total=None, visible=False)
         generator = Generator(

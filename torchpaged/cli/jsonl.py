@@ -177,7 +177,7 @@ def write_outputs(
         generator: of the requests.
         names: id in the file, and prompt, by request.
         path: of the output.
-        console, quiet: of the progress bar; none where quiet.
+        console, quiet: of the progress bar; none where quiet, or off a terminal.
 
     Returns:
         What came out, by request.
@@ -186,7 +186,7 @@ def write_outputs(
     columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with (
         open(path, "a", encoding="utf-8") as file,
-        Progress(*columns, console=console, transient=True, disable=quiet) as bar,
+        Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar,
     ):
         task = bar.add_task("", total=len(names))
         for event in generator.stream():

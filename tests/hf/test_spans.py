@@ -1,4 +1,4 @@
-"""Spans of tokens that see each other in both directions: found in mask functions, beside windows, and
+"""Tokens that see each other in both directions: spans are found in mask functions, beside windows, and
 refused where two calls of attention would not say the same."""
 
 from collections.abc import Callable
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import padded_prompts, tiny
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
@@ -17,6 +19,7 @@ from transformers.masking_utils import (
 )
 
 from torchpaged import UnsupportedModelError
+from torchpaged.hf import PagedCache
 from torchpaged.hf.call_mask import MaskRequest, describe, held_by
 from torchpaged.hf.mask_functions import find_spans, kinds_of
 from torchpaged.hf.mask_kinds import MaskKind, Prompt, Spans
@@ -118,3 +121,32 @@ def test_without_a_cache_they_are_no_window() -> None:
         mask = torch.zeros(2, 1, 300, 300, dtype=torch.bool)
         describe(mask, MaskRequest(2, 300, 300, None, function, 200), "gemma2")
         assert (held_by(mask) is not None) == is_one
+
+
+def test_decoders_that_see_ahead() -> None:
+    """EmbeddingGemma's attention: generate() leaves the masks to the model."""
+    model = tiny("Gemma3", use_bidirectional_attention=True)
+    call = {**padded_prompts(), "max_new_tokens": 6, "do_sample": False}
+    want = model.generate(**call, past_key_values=DynamicCache())
+    model.set_attn_implementation("torchpaged")
+    got = model.generate(**call, past_key_values=PagedCache(model.config, 8, 64, dense=True))
+    assert torch.equal(got, want)
+    with pytest.raises(UnsupportedModelError, match="combines its causal mask with another one"):
+        model.generate(**call, past_key_values=PagedCache(model.config, 8, 64))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_gathered_keys_behind_the_tokens_are_hidden(name: str) -> None:
+    """By a causal mask, or where there is none, by one of the tokens that there are."""
+    model = tiny(name, is_causal=False)
+    tokens = torch.randint(3, 97, (2, 15))
+
+    def logits(cache: Any) -> Tensor:
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split([11, 1, 3], 1)]
+        return torch.cat(parts, 1)
+
+    with torch.no_grad():
+        want = logits(DynamicCache())
+        model.set_attn_implementation("torchpaged")
+        got = logits(PagedCache(model.config, 2, 64, dense=True))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

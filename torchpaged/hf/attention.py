@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
@@ -191,6 +191,10 @@ def paged_mask(
         cache.masks.require_next(request)
         cache.masks.note_padding(request)
         cache.masks.require_whole_spans(request)
+        if attention_mask is None and mask_function is not causal_mask_function:
+            # There are max_seq_len keys, and only a causal mask hides those behind the tokens.
+            written = torch.arange(kv_length, device=device)[None] < q_offset + q_length
+            request = request._replace(padding=written.expand(batch_size, -1))
         dense: Tensor | None = eager_mask(**request.arguments(), **kwargs)
         return dense
     marked: Tensor | None = cache.masks.observe(request)

@@ -1,5 +1,5 @@
-"""Gemma 3n and 4, whose last layers attend over keys of layers before them, and the masks of Gemma 4 and
-PaliGemma."""
+"""Gemma 3n and 4, whose last layers attend over keys of layers before them, and the masks of Gemma 3
+and 4 and PaliGemma."""
 
 from typing import Any
 
@@ -49,8 +49,15 @@ def _lacks_types(config: Any) -> bool:
     return by_types and version < _GIVES_TYPES
 
 
+def _sees_ahead(config: Any) -> bool:
+    """generate() makes the masks of Gemma 3's text causal, where the model lets tokens see those behind them
+    (EmbeddingGemma)."""
+    return bool(config.use_bidirectional_attention)
+
+
 _GEMMA4 = tuple(name for name in transformers.CONFIG_MAPPING if name.startswith("gemma4"))
 
+register_family(Family(("gemma3_text",), loses_masks_made_ahead=_sees_ahead))
 register_family(Family(("paligemma",), loses_masks_made_ahead=_has_window))
 register_family(
     Family(

@@ -26,9 +26,3 @@ def expect_dtype(dtype: torch.dtype, **tensors: Tensor) -> None:
     """Each is of ``dtype``."""
     for name, tensor in tensors.items():
         expect(tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}")
-
-
-def expect_rows(like: str, count: Any, **tensors: Tensor) -> None:
-    """Each has ``count`` rows, as the tensor ``like`` has."""
-    for name, tensor in tensors.items():
-        expect(tensor.shape[0] == count, f"{name}: expected as many rows as {like}")

@@ -18,8 +18,8 @@ VOCAB, BLOCK, REFERENCE = 70, 4, BACKEND_OPS["reference"]
 NOT_PER_ROW = ("query_start_loc", "tokens_out", "ring", "launches")
 
 
-def make_rows(steps: int = 1, size: int = 6) -> DecodeRows:
-    return DecodeRows(size, 8, BLOCK, VOCAB, "cpu", REFERENCE, steps)
+def make_rows(steps: int = 1) -> DecodeRows:
+    return DecodeRows(6, 8, BLOCK, VOCAB, "cpu", REFERENCE, steps)
 
 
 def successor(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:

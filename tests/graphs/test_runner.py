@@ -41,11 +41,11 @@ def runner(toy: Any, capture: Any = None, **options: Any) -> DecodeGraphRunner:
     return DecodeGraphRunner(step, **{**settings, "capture": capture or EagerCapture(), **options})
 
 
-def drive(run: Any, steps: int = 40) -> list[list[int]]:
+def drive(run: Any) -> list[list[int]]:
     """Rows join and leave; each feeds its own greedy tokens back."""
     rows = [[3 + i] for i in range(4)]
     life = [range(40), range(5, 30), range(11, 38), range(7)]
-    for step in range(steps):
+    for step in range(40):
         live = [i for i in range(4) if step in life[i]]
         if live:
             logits = run([rows[i][-1] for i in live], [len(rows[i]) for i in live], [TABLES[i] for i in live])

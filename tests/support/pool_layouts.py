@@ -91,10 +91,8 @@ def memory_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def clone_storage(
-    tensor: Tensor, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
+def clone_storage(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
     """A copy with the same strides and offset, and of what lies between the rows; `Tensor.to` would close
     the gaps."""
-    memory = memory_of(tensor).to(device=device, dtype=dtype, copy=True)
+    memory = memory_of(tensor).to(device=device, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -52,22 +52,20 @@ def _random(
 def make_embedding_inputs(
     *,
     tokens: int = 5,
-    vocab_size: int = 30,
     width: int = 24,
     scaled: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The arguments of ``embedding`` by name: the first and the last id among the tokens, strided rows,
     ``out`` holds NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocab_size, (tokens,), generator=generator)
-    ids[:1], ids[1:2] = vocab_size - 1, 0
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 30, (tokens,), generator=generator)
+    ids[:1], ids[1:2] = 29, 0
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     return {
         "input_ids": ids.to(device),
-        "weight": _random(generator, vocab_size, width, strided=True, **options),
+        "weight": _random(generator, 30, width, strided=True, **options),
         "out": torch.full((tokens, width), float("nan"), **options),
         "scale": torch.tensor(5.7, dtype=torch.float32, device=device) if scaled else None,
     }
@@ -148,41 +146,37 @@ NORM_CASES: dict[str, dict[str, Any]] = {
 
 def make_gate_inputs(
     *,
-    tokens: int = 5,
     width: int = 40,
     activation: str = "silu",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The arguments of ``act_and_mul`` by name."""
-    generator = torch.Generator().manual_seed(seed)
-    gate_up = _random(generator, tokens, 2 * width, dtype=dtype, device=device, strided=True) * 3
+    generator = torch.Generator().manual_seed(0)
+    gate_up = _random(generator, 5, 2 * width, dtype=dtype, device=device, strided=True) * 3
     return {
         "gate_up": gate_up,
-        "out": torch.full((tokens, width), float("nan"), dtype=dtype, device=device),
+        "out": torch.full((5, width), float("nan"), dtype=dtype, device=device),
         "activation": activation,
     }
 
 
 def make_gate_heads_inputs(
     *,
-    tokens: int = 5,
     heads: int = 3,
     width: int = 40,
     of_head: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The arguments of ``gate_heads`` by name; gates beside queries, ``of_head``: one of each head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
-    gate = _random(generator, tokens, heads, 2 * width, **options)[..., width:] * 3
+    gate = _random(generator, 5, heads, 2 * width, **options)[..., width:] * 3
     return {
-        "x": _random(generator, tokens, heads, width, strided=True, **options),
+        "x": _random(generator, 5, heads, width, strided=True, **options),
         "gate": gate[..., :1] if of_head else gate,
-        "out": torch.full((tokens, heads, width), float("nan"), **options),
+        "out": torch.full((5, heads, width), float("nan"), **options),
     }
 
 

@@ -177,16 +177,14 @@ def opcheck_cases(
     return cases
 
 
-def assert_as_reference(ops: BackendOps, case: str, rtol: float | None = None, **options: Any) -> None:
-    """What a case's op writes is what the reference's writes; ``options``: of `opcheck_cases`; ``rtol``: None
-    for twice the dtype's."""
+def assert_as_reference(ops: BackendOps, case: str, **options: Any) -> None:
+    """What a case's op writes is what the reference's writes; ``options``: of `opcheck_cases`."""
     results = []
     for each in (ops, BACKEND_OPS["reference"]):
         torch.manual_seed(1)
         op, args, kwargs = opcheck_cases(**options)[case]
         getattr(each, op)(*args, **kwargs)
         results.append(args)
-    if rtol is None:
-        rtol = 2 * torch.finfo(options["dtype"]).eps
+    rtol = 2 * torch.finfo(options["dtype"]).eps
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=rtol, atol=1e-6, equal_nan=True)

@@ -81,10 +81,10 @@ def make_sampling_inputs(
 
 
 def make_near_ties(
-    count: int, *, vocab_size: int, gap: float = 2e-5, device: torch.device | str = "cpu"
+    count: int, *, vocab_size: int, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The op's arguments for ``count`` rows in which two tokens of all kinds of noise score nearly the same
-    and all others less, and of each row the one that scores ``gap`` temperatures more."""
+    and all others less, and of each row the one that scores 2e-5 temperatures more."""
     inputs = make_sampling_inputs([{"temperature": 0.6}] * count, vocab_size=vocab_size, spread=0.3)
     noise = gumbel_noise(random_bits(inputs["seeds"], inputs["counters"], vocab_size))
     generator = torch.Generator().manual_seed(1)
@@ -93,7 +93,7 @@ def make_near_ties(
     pair[::4, 0], pair[2::4, 0] = noise[::4].argmax(-1), noise[2::4].argmin(-1)
     pair[:, 1] = torch.where(pair[:, 1] == pair[:, 0], (pair[:, 0] + 1) % vocab_size, pair[:, 1])
     even = 17.0 - 0.6 * noise.gather(1, pair)
-    even[:, 1] += 0.6 * gap
+    even[:, 1] += 0.6 * 2e-5
     inputs["logits"].scatter_(1, pair, even.float())
     return {name: tensor.to(device) for name, tensor in inputs.items()}, pair[:, 1]
 

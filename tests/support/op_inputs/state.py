@@ -273,22 +273,21 @@ def chunks_of(call: LinearAttentionCall, chunk: int, short: int) -> Iterator[tup
                 yield tokens, tokens - begin - base, begin // chunk + row + base // chunk
 
 
-def assert_zeros(call: LinearAttentionCall, live: Tensor, short: int, before: float) -> int:
-    """What the first kernel of long rows leaves in ``out``, which held ``before``: zeros for their tokens
+def assert_zeros(call: LinearAttentionCall, live: Tensor, short: int) -> int:
+    """What the first kernel of long rows leaves in ``out``, which held 7: zeros for their tokens
     that no state sees and for padding, and all else as it was. Gives the number of such tokens.
 
     Args:
         call: the call.
         live: ``[num_tokens]`` bool, tokens that a state sees in rows of more than ``short`` tokens.
         short: tokens up to which a row is another kernel's.
-        before: see above.
     """
     starts, long = call.query_start_loc.tolist(), torch.ones(len(live) + 1, dtype=torch.bool)
     for begin, end in itertools.pairwise(starts):
         long[begin:end] = end - begin > short
     zeros = ~live & long[:-1]
     assert (call.out[zeros] == 0).all()
-    assert (call.out[~zeros] == before).all()
+    assert (call.out[~zeros] == 7.0).all()
     return int(zeros.sum())
 
 

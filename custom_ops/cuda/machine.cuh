@@ -151,6 +151,19 @@ __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the
   const float far = 1.f - 2.f / (exp2_(2.f * LOG2E * x) + 1.f);
   return fabsf(x) < 0.3f ? series : far;
 }
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// cap * tanh(x / cap), `inverse` being inverse_of(cap). What counts of a score is how far it is off: from
+// where the formula with exp begins, 1e-7 of the cap. So the series needs two terms, and divisions none.
+__device__ __forceinline__ float soft_capped(float x, float cap, float inverse) {
+  const float part = x * inverse;
+  const float near = part * fmaf(part * part, -0.33333333333f, 1.f);
+  const float far = fmaf(reciprocal(exp2_(2.f * LOG2E * part) + 1.f), -2.f, 1.f);
+  return cap * (fabsf(part) < 0.03f ? near : far);
+}
 // Of one load: what stands in a function that gives it.
 #define LOADED(type, text, from, ...) \
   type x; \

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchpaged.custom_ops.attention.call import Specialisation
 from torchpaged.custom_ops.attention.cuda import prefill_shape, specialise
+from torchpaged.custom_ops.attention.cuda.paged_attention import is_mostly_prompts
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.attention.triton.config import SCANS, decode_len_in_mixed, prefill_tiles
 from torchpaged.custom_ops.cache_write.triton.rope_write_kv import head_tiles
@@ -30,14 +31,19 @@ def attention_kernels(
         sizes = {"sms": SMS, "shared_per_sm": SHARED_PER_SM, "longest": longest}
         return specialise.decode_config(spec, query_len, pairs, early=True, **sizes)
 
+    even = prefill_shape.is_even(call, spec, SMS)
     if max_query_len <= MAX_DECODE_QUERY_LEN:
-        return {decode(max_query_len, 0)}
+        if not (specialise.many_rows(spec, max_query_len) and even):
+            return {decode(max_query_len, 0)}
+        split = prefill_shape.may_split(call, spec, 0, SMS)
+        return {prefill_shape.prefill_config(spec, prefill_shape.Mode(0, split))}
     short = decode_len_in_mixed(spec.group, num_reqs, num_tokens, max_query_len)
     if prefill_shape.is_slower(call, spec, SMS) is not None:
         tiles = prefill_tiles(spec.dim, spec.group, 2, max_query_len, call.capacity, True)
         divisible = {columns == 1: "one", columns % 16 == 0: "sixteen"}.get(True)
         scan = next((size for size in SCANS if num_reqs <= size), SCANS[-1])
         return {("triton", tiles, short, divisible), ("triton decode", short, scan, num_reqs <= scan)}
+    short = 0 if even and is_mostly_prompts(call) else short
     split = prefill_shape.may_split(call, spec, short, SMS)
     prefill = prefill_shape.prefill_config(spec, prefill_shape.Mode(short, split))
     return {prefill, decode(short, short)} if short else {prefill}

@@ -13,7 +13,7 @@ from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.cuda import decode, prefill, specialise
-from torchpaged.custom_ops.attention.cuda.prefill_shape import is_slower
+from torchpaged.custom_ops.attention.cuda.prefill_shape import is_even, is_slower
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.attention.triton.config import decode_len_in_mixed
 from torchpaged.custom_ops.cuda import gpu
@@ -61,7 +61,7 @@ class Route(NamedTuple):
 
 def route(call: AttentionCall, spec: Specialisation) -> Route:
     """The route of a call, from shapes, dtypes, strides and addresses alone."""
-    num_tokens, num_reqs = call.q.shape[0], call.num_reqs
+    num_tokens, num_reqs, sms = call.q.shape[0], call.num_reqs, gpu.num_sms(call.q.device.index or 0)
     if spec.block_sparse is not None:
         return Route("triton", reason="block_sparse")
     if spec.fp8_queries:  # one kernel takes them, however short they are
@@ -71,22 +71,31 @@ def route(call: AttentionCall, spec: Specialisation) -> Route:
         return Route("triton", reason="no requests or no tokens")
     if call.max_query_len <= MAX_DECODE_QUERY_LEN:
         reason = specialise.unsupported(call, spec, call.max_query_len, num_reqs)
-        better = reason is not None and specialise.too_many_rows(spec, call.max_query_len)
+        if reason is None:
+            better = specialise.many_rows(spec, call.max_query_len) and is_even(call, spec, sms)
+        else:
+            better = specialise.too_many_rows(spec, call.max_query_len)
         if better and _prefill_why_not(call, spec) is None:
             return Route("prefill")
         return Route("decode") if reason is None else Route("triton", reason=f"decode: {reason}")
     reason = _prefill_why_not(call, spec)
     if reason is None:
-        reason = is_slower(call, spec, gpu.num_sms(call.q.device.index or 0))
+        reason = is_slower(call, spec, sms)
     if reason is not None:
         return Route("triton", reason=f"prefill: {reason}")
     short = decode_len_in_mixed(spec.group, num_reqs, num_tokens, call.max_query_len)
-    if not short:
+    if not short or (is_mostly_prompts(call) and is_even(call, spec, sms)):
         return Route("prefill")
     reason = specialise.unsupported(call, spec, short, num_reqs)
     if reason is None:
         return Route("prefill and decode", short)
     return Route("triton", reason=f"decode with prefill: {reason}")
+
+
+def is_mostly_prompts(call: AttentionCall) -> bool:
+    """Whether decodes are so few among long queries, and have so few keys, that they are not worth a launch
+    of their own: 32 query tokens of a request in the mean, room for 2,048 keys."""
+    return call.q.shape[0] >= 32 * call.num_reqs and call.capacity <= 2048
 
 
 def _prefill_why_not(call: AttentionCall, spec: Specialisation) -> str | None:

@@ -145,6 +145,12 @@ def is_slower(call: AttentionCall, spec: Specialisation, programs: int) -> str |
     return None
 
 
+def is_even(call: AttentionCall, spec: Specialisation, programs: int) -> bool:
+    """Whether the CTAs of one launch end at about one time however lengths differ: long tiles may be cut, or
+    the block table has no room for any."""
+    return call.capacity // shape_for(spec).keys < _WORTH_STEPS or may_split(call, spec, 0, programs)
+
+
 class Mode(NamedTuple):
     """What a launch is compiled for besides the call's `Specialisation`.
 

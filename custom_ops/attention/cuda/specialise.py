@@ -229,6 +229,12 @@ def too_many_rows(spec: Specialisation, max_query_len: int) -> bool:
     return _too_many(spec.group * _power_of_2(max_query_len), spec.dim_v)
 
 
+def many_rows(spec: Specialisation, max_query_len: int) -> bool:
+    """Whether its registers hold so few keys beside the query rows that prefill's kernel, for which they are
+    a quarter of a tile, is the faster one (docs/log/random_batches.md)."""
+    return spec.group * _power_of_2(max_query_len) > 24 and spec.dim_v > 64
+
+
 def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, num_reqs: int) -> str | None:
     """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and
     addresses only. ``max_query_len``: of the requests that it is to take."""

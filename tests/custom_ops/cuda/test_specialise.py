@@ -181,14 +181,37 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0")
     assert route(max_query_len=8).kernel == "decode"
     monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
+    for even, kernel in ((True, "prefill"), (False, "prefill and decode")):
+        monkeypatch.setattr(module, "is_even", lambda *a, even=even: even)
+        assert route(num_reqs=2, max_query_len=60).kernel == kernel, (
+            "32 query tokens of a request in the mean"
+        )
+        assert route(num_reqs=3, max_query_len=60).kernel == "prefill and decode"
+        assert route(num_reqs=2, max_query_len=60, capacity=2049).kernel == "prefill and decode"
+    assert route(max_query_len=8).kernel == "decode"
+    monkeypatch.setattr(module.specialise, "many_rows", lambda *a: True)
+    assert route(max_query_len=8).kernel == "decode", "lengths may differ"
+    monkeypatch.setattr(module, "is_even", lambda *a: True)
+    assert route(max_query_len=8) == ("prefill", 0, "")
 
 
 @pytest.mark.parametrize(
-    ("group", "query_len", "dim", "too_many"),
-    [(4, 8, 128, False), (32, 1, 128, False), (5, 8, 128, True), (4, 4, 256, False), (5, 4, 256, True)],
+    ("group", "query_len", "dim", "many", "too_many"),
+    [
+        (4, 8, 128, True, False),
+        (7, 3, 128, True, False),
+        (6, 4, 128, False, False),
+        (32, 1, 128, True, False),
+        (4, 8, 64, False, False),
+        (5, 8, 128, True, True),
+        (4, 4, 256, False, False),
+        (5, 4, 256, False, True),
+    ],
 )
-def test_when_query_rows_are_too_many(group: int, query_len: int, dim: int, too_many: bool) -> None:
-    assert specialise.too_many_rows(specialisation(group=group, dim=dim), query_len) == too_many
+def test_when_query_rows_are_many(group: int, query_len: int, dim: int, many: bool, too_many: bool) -> None:
+    spec = specialisation(group=group, dim=dim)
+    found = specialise.many_rows(spec, query_len), specialise.too_many_rows(spec, query_len)
+    assert found == (many, too_many)
 
 
 @pytest.mark.parametrize("split", [False, True])

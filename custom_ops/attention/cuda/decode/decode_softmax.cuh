@@ -191,7 +191,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         for (int h = 0; h < 2; ++h) {
           float x = s[m][n][2 * h + i] * queries.scale[n][i];
           const int at = key + m * 16 + h * 8 + lane / 4;
-          if constexpr (SOFT_CAP) x = p.soft_cap * tanh_(x / p.soft_cap);
+          if constexpr (SOFT_CAP) x = soft_capped(x, p.soft_cap, inverse_of(p.soft_cap));
           if constexpr (ALIBI && TREE)
             x += queries.slope[n][i] * (float)(branches.position(queries.word[n][i], m * 16 + h * 8) -
                                                queries.position[n][i]);

@@ -54,10 +54,11 @@ struct Softmax {
   __device__ __forceinline__ void adjust(float scale, float cap, const float (&slope)[2],
                                          const int (&to_key)[2], [[maybe_unused]] const Seen (&seen)[2],
                                          [[maybe_unused]] int first) {
+    [[maybe_unused]] const float inverse = inverse_of(cap);
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; ++i) {
       float x = s[i] * scale;
-      if (SOFT_CAP) x = cap * tanh_(x / cap);
+      if (SOFT_CAP) x = soft_capped(x, cap, inverse);
       if constexpr (ALIBI && TREE && MASKED) {
         const int r = i / 2 % 2, distance = to_key[r] - first + seen[r].position(i / 4 * 8 + i % 2);
         x = fmaf(slope[r], (float)distance, x);

@@ -188,6 +188,13 @@ def test_whose_handler_it_is_and_where() -> None:
         signal.raise_signal(signal.SIGINT)
         assert len(got) == 3, "a second one does not wait"
     assert len(got) == 3
+    alarms = signal.signal(signal.SIGALRM, handler)
+    with interrupts_wait():
+        signal.raise_signal(signal.SIGALRM)
+        signal.raise_signal(signal.SIGINT)
+        assert len(got) == 3, "each is the first of its kind"
+    signal.signal(signal.SIGALRM, alarms)
+    assert sorted(got[3:]) == [signal.SIGINT, signal.SIGALRM]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts_wait():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -207,3 +214,40 @@ def test_whose_handler_it_is_and_where() -> None:
     thread.start()
     thread.join()
     assert got == [True]
+
+
+class TooLate(Exception):
+    """Of a caller's time limit."""
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_time_limit_raises_behind_the_step(
+    model: Any, uninterrupted: tuple[list[list[int | None]], int], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no error of the step, in which the alarm came."""
+
+    def late(*_: Any) -> None:
+        raise TooLate
+
+    before = signal.signal(signal.SIGALRM, late)
+    generator, calls = make(model), iter(range(1, 99))
+    tokens, advance = submit(generator), generator._stepper._steps.step
+
+    def alarmed() -> None:
+        if next(calls) == step:
+            signal.raise_signal(signal.SIGALRM)
+        advance()
+
+    monkeypatch.setattr(generator._stepper._steps, "step", alarmed)
+    raised = 0
+    try:
+        while generator.has_unfinished:
+            try:
+                for event in generator.step():
+                    tokens[event.request_id].append(event.token_id)
+            except TooLate:
+                raised += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert raised == 1
+    assert list(tokens.values()) == uninterrupted[0]

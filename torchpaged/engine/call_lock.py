@@ -13,6 +13,8 @@ from torchpaged.custom_ops.errors import TorchpagedError
 
 # For threads that wait for the lock: without it the one that steps would take it again and again.
 _GIVE_WAY_SECONDS = 1e-4
+#: Signals that wait for the end of a step, no enums, whose hash is Python. Windows has no alarms.
+_CTRL_C, _ALARM = int(signal.SIGINT), int(getattr(signal, "SIGALRM", 0))
 
 
 class CallLock:
@@ -66,26 +68,37 @@ class CallLock:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C within the block comes when the block is over; a second one at once, for a step that hangs or
-    compiles for minutes. In other threads, which get no signals, and where SIGINT has no handler in Python:
-    nothing."""
-    handler = _signal.getsignal(signal.SIGINT)
-    waiting: list[tuple[Any, ...]] = []
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """Ctrl-C, or an alarm, within the block comes when the block is over; a second one at once, for a step
+    that hangs or compiles for minutes. In other threads, which get no signals, and where a signal has no
+    handler in Python: nothing. A time limit's alarm mostly raises a plain error, which would be taken for one
+    of the step, and be gone once the step is tried again."""
+    found = {number: _signal.getsignal(number) for number in (_CTRL_C, _ALARM) if number}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    waiting: dict[int, tuple[Any, ...]] = {}
+    if threading.current_thread() is not threading.main_thread() or not handlers:
         yield
         return
 
-    def note(*arrived: Any) -> None:
-        if waiting:
-            handler(*waiting.pop())
-            handler(*arrived)
+    def note(number: int, *where: Any) -> None:
+        if (first := waiting.pop(number, None)) is None:
+            waiting[number] = where
         else:
-            waiting.append(arrived)
+            handlers[number](number, *first)
+            handlers[number](number, *where)
 
     try:
-        _signal.signal(signal.SIGINT, note)
+        for number in handlers:
+            _signal.signal(number, note)
         yield
     finally:
-        _signal.signal(signal.SIGINT, handler)
+        # Only behind a call may a signal raise: so whatever the first one brings, the second is made.
+        try:
+            if _ALARM in handlers:
+                _signal.signal(_ALARM, handlers[_ALARM])
+        finally:
+            if _CTRL_C in handlers:
+                _signal.signal(_CTRL_C, handlers[_CTRL_C])
         if waiting:
-            handler(*waiting.pop())
+            with contextlib.ExitStack() as all_of_them:  # one that raises keeps no other back
+                for number, where in waiting.items():
+                    all_of_them.callback(handlers[number], number, *where)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engine_requests import SIZES, drawn
+from model_coverage.architectures import model_of
 
 from torchpaged import ArgumentError
 from torchpaged.backends import Limits
@@ -225,6 +226,19 @@ def test_a_step_fills_its_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(found.values()) == [output.token_ids for output in want]
 
 
+def prompt_tokens(generator: Generator) -> list[int]:
+    """Of each step to come."""
+    taken, schedule = list[int](), generator.scheduler.schedule
+
+    def seen(*asked: Any) -> Any:
+        step = schedule(*asked)
+        taken.append(sum(count for _, count in step.chunks))
+        return step
+
+    generator.scheduler.schedule = seen  # type: ignore[method-assign]
+    return taken
+
+
 @pytest.mark.parametrize(
     ("requests", "first"),
     [
@@ -240,18 +254,21 @@ def test_a_step_in_which_nothing_decodes(model: Any, requests: list[tuple[int, i
     prompts = [[8 + n, *range(9, 8 + tokens)] for n, (tokens, _) in enumerate(requests)]
     params = [SamplingParams(max_new_tokens=new, ignore_eos=True) for _, new in requests]
     generator = Generator(model, **{**SIZES, "prefill_chunk_size": 8}, prefill_buckets=[8, 16, 32])
-    taken, schedule = list[int](), generator.scheduler.schedule
-
-    def seen(*asked: Any) -> Any:
-        step = schedule(*asked)
-        taken.append(sum(count for _, count in step.chunks))
-        return step
-
-    generator.scheduler.schedule = seen  # type: ignore[method-assign]
+    taken = prompt_tokens(generator)
     found = [output.token_ids for output in generator.generate(prompts, params)]
     assert taken[0] == first and sum(taken) == sum(tokens for tokens, _ in requests)
     want = Generator(model, **SIZES, graphs=False).generate(prompts, params)
     assert found == [output.token_ids for output in want]
+
+
+@pytest.mark.parametrize(("name", "most"), [("lfm2", 8), ("mistral", 8), ("llama", 32)])
+def test_what_a_prompt_can_not_take_of_a_step_is_no_one_elses(name: str, most: int) -> None:
+    """A checkpoint of its state, or its ring, ends the oldest prompt's chunk: younger ones would delay the
+    rest of it."""
+    generator = Generator(model_of(name), **{**SIZES, "prefill_chunk_size": 8}, prefill_buckets=[8, 16, 32])
+    taken = prompt_tokens(generator)
+    generator.generate([[first, *range(9, 48)] for first in (5, 6, 7)], SamplingParams(max_new_tokens=2))
+    assert taken[0] == most
 
 
 def test_what_was_decided_and_why(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torchpaged.backends import GraphSupport
 from torchpaged.engine import Generator, SamplingParams, one_request, step_graphs
 from torchpaged.engine.decisions import decide_prefill_buckets
 from torchpaged.engine.one_request import OneRequestGraphs
+from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.graphs import TapeCapture
 from torchpaged.graphs.capture import Captured
 from torchpaged.graphs.report import BucketReport
@@ -202,11 +203,21 @@ def test_a_model_whose_prefill_can_not_be_captured(
     model: Any, ahead: bool, most: int, left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for by name it is an error that names the op; "auto" goes on without, or with the graphs of at
-    most a chunk, and says why."""
+    most a chunk, and says why. What was captured until then is freed ahead of these."""
     from torchpaged.hf import PagedModel
+
+    given_up, kept, give_up = list[weakref.ref[Any]](), list[Any](), PrefillGraphs._give_up
+
+    def giving_up(graphs: PrefillGraphs, error: CaptureError) -> None:
+        before = [*map(weakref.ref, graphs.runners)]
+        give_up(graphs, error)  # or raises
+        given_up.extend(before)
+
+    monkeypatch.setattr(PrefillGraphs, "_give_up", giving_up)
 
     class Reading(PagedModel):
         def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
+            kept.extend(runner for each in given_up if (runner := each()) is not None)
             if len(input_ids) > most:
                 torch.ones(1).item()
             return super().__call__(input_ids, metadata, logits_indices)
@@ -242,6 +253,7 @@ def test_a_model_whose_prefill_can_not_be_captured(
     assert [runner.buckets for runner in g.prefill_runners] == ([left] * 2 if left else [])
     assert "automatic: bucket" in g.prefill_graph_reason
     assert "at aten" in g.prefill_graph_reason
+    assert given_up and not kept
 
 
 def test_what_is_captured_and_why() -> None:

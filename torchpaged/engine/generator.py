@@ -99,9 +99,9 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle):
             less per token; a request's tokens come in groups, and one that ends inside a group leaves its
             row idle until the next.
         prefill_buckets: numbers of tokens, of prompts and decodes together, for which steps that compute
-            prompts are captured as well; none above four times ``prefill_chunk_size``, with
-            ``batch_invariant`` above that. A step of more tokens is launched from Python. None or []: all
-            are; "auto": on a GPU with graphs, up to that, at most 8192 tokens
+            prompts are captured as well; none above four times ``prefill_chunk_size``, or once with
+            ``batch_invariant``. A step of more tokens is launched from Python. None or []: all are; "auto":
+            on a GPU with graphs, up to that, at most 8192 tokens
             (`torchpaged.graphs.buckets.default_prefill_buckets`), unless the model's prefill can't be
             captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was
             decided.

@@ -158,11 +158,8 @@ class Scheduler:
             elif sequence.decodes:
                 missing = self._wants.lacks(sequence)
             else:
-                budget = self._prompt_tokens(prompts, step) if budget < 0 else budget
-                count = min(sequence.remaining, budget, self._max_query_len)
-                if count and sequence.cached is not None:
-                    count = sequence.cached.chunk(sequence.num_computed, count)
-                if not count:
+                budget = self._prompt_tokens(prompts, begun, step) if budget < 0 else budget
+                if not (count := self._chunk(sequence, budget)):
                     continue
                 missing = self._wants.lacks_after(sequence, count)
             if missing > step.room and not self._make_room(sequence, missing, step):
@@ -186,8 +183,16 @@ class Scheduler:
             self.prefixes.host.flush()
         return step
 
-    def _prompt_tokens(self, prompts: list[Sequence], step: Schedule) -> int:
-        """Prompt tokens of the next step at most; ``prompts``: all that did not decode before it."""
+    def _chunk(self, sequence: Sequence, most: int) -> int:
+        """Tokens of its prompt that a request has in a step, of ``most`` at most."""
+        count = min(sequence.remaining, most, self._max_query_len)
+        if not count or sequence.cached is None:
+            return count
+        return sequence.cached.chunk(sequence.num_computed, count)
+
+    def _prompt_tokens(self, prompts: list[Sequence], begun: list[Sequence], step: Schedule) -> int:
+        """Prompt tokens of the next step at most; ``prompts``: all that did not decode before it; ``begun``:
+        of these those that may run, among others."""
         chunk = most = self.prefill_chunk_size
         decodes = 0
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
@@ -199,19 +204,22 @@ class Scheduler:
             most = min(most, self.budget.tokens)
         if not self._buckets:
             return most
-        if not decodes and (most := max(most, min(self._buckets[-1], self._undelayed(prompts)))) > chunk:
+        if not decodes and (most := max(most, min(self._buckets[-1], self._undelayed(begun)))) > chunk:
             return least_padded(self._buckets, 0, most)
         if self._mixes and decodes:
             most = least_padded(self._buckets, decodes, min(most, sum(s.remaining for s in prompts)))
         return most
 
-    def _undelayed(self, prompts: Iterable[Sequence]) -> int:
-        """Tokens of the oldest ``prompts`` up to the first that decodes behind them: in one step, that one
-        has its token no later than in several."""
-        tokens = 0
-        for sequence in prompts:
-            tokens += sequence.remaining
-            if tokens >= self._buckets[-1] or sequence.max_len > len(sequence.tokens) + 1:
+    def _undelayed(self, begun: Iterable[Sequence]) -> int:
+        """Tokens of the oldest prompts up to the first that decodes behind them: in one step, that one has
+        its token no later than in several. Where a chunk of it ends ahead, as layers that roll and copies of
+        states want it, what younger prompts had of the step would come before the rest of it."""
+        tokens, most = 0, self._buckets[-1]
+        for sequence in begun:
+            if sequence.decodes:
+                continue
+            tokens += self._chunk(sequence, most - tokens)
+            if tokens >= most or sequence.max_len > len(sequence.tokens) + 1:
                 break
         return tokens
 

@@ -3,6 +3,7 @@
 loop, prefill_graphs = make_step_graphs(model, rows, options, decided)
 """
 
+import gc
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -97,9 +98,12 @@ class PrefillGraphs:
         try:
             for runner in reversed(self.runners):  # the largest buckets first
                 runner.capture()
+            return
         except CaptureError as error:
             self._give_up(error)
-            self.capture()
+        del runner  # it, and the error, held the memory of what was captured so far
+        gc.collect()
+        self.capture()
 
     def replays(self, num_reqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes has its graph by now, at whose replay no Python runs."""
@@ -122,7 +126,9 @@ class PrefillGraphs:
             return runner, runner.capture_for(num_tokens)
         except CaptureError as error:
             self._give_up(error)
-            return self.runner_for(num_reqs, num_tokens)
+        del runner  # as in `capture`
+        gc.collect()
+        return self.runner_for(num_reqs, num_tokens)
 
     def _runner_for(self, num_reqs: int, num_tokens: int) -> PackedGraphRunner | None:
         return next((runner for runner in self.runners if runner.fits(num_reqs, num_tokens)), None)

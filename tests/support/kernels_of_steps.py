@@ -23,6 +23,7 @@ def attention_kernels(
     call: Any = SimpleNamespace(
         q=SimpleNamespace(shape=(num_tokens, spec.group * spec.num_kv_heads)),
         num_reqs=num_reqs,
+        max_query_len=max_query_len,
         capacity=columns * spec.block_size,
     )
 

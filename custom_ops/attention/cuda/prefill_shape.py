@@ -8,6 +8,7 @@ import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.call_params import call_constants
+from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.cuda.config import Config, Table
 from torchpaged.custom_ops.pools import FP8
 
@@ -19,6 +20,8 @@ _SHARED_BYTES = 226 << 10
 _MOST_RAW_STAGES = 8
 _WORTH_STEPS = 8  # SPLIT_WORTH_STEPS of prefill_scheduler.cuh
 MAX_CTA_SPLITS = 5  # of cascade_scheduler.cuh
+#: CTA_PARTS of prefill_scheduler.cuh: splits for each CTA that there is room for.
+CTA_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,11 @@ def is_slower(call: AttentionCall, spec: Specialisation, programs: int) -> str |
 
 
 def is_even(call: AttentionCall, spec: Specialisation, programs: int) -> bool:
-    """Whether the CTAs of one launch end at about one time however lengths differ: long tiles may be cut, or
-    the block table has no room for any."""
-    return call.capacity // shape_for(spec).keys < _WORTH_STEPS or may_split(call, spec, 0, programs)
+    """Whether the CTAs of one launch end at about one time however lengths differ: long tiles may be cut, two
+    multiprocessors for each, or the block table has no room for any."""
+    if call.capacity // shape_for(spec).keys < _WORTH_STEPS:
+        return True
+    return not spec.fp8_results and _tiles(spec, call.q.shape[0], call.num_reqs) * 2 <= programs
 
 
 class Mode(NamedTuple):
@@ -212,17 +217,28 @@ def most_tiles(num_tokens: int, num_reqs: int, tokens: int) -> int:
 
 
 def may_split(call: AttentionCall, spec: Specialisation, short: int, programs: int) -> bool:
-    """Whether a call's tiles may be so few that they are worth cutting, by shapes: two for each of the
-    ``programs`` are too many, and steps that the block table has room for too few.
+    """Whether a call's tiles may be worth cutting, by shapes: the block table has room for some steps, and
+    tiles are not so many that whole ones give all ``programs`` work to the end.
 
-    With decodes no more than 4 requests are thought to be long; whatever there is, results are right. Results
-    of fp8 are never cut: their merge has not run on a GPU.
+    Of queries that a decode could have, 4 for each of the programs may be; of chunks 1; of prompts that the
+    table has no context for, a half. With decodes no more than 4 requests are thought to be long, and a half
+    is the bound, since `late_ctas` serve others better. There are decodes if more than half of the room for
+    query tokens is empty. Whatever there is, results are right. Results of fp8 are never cut: their merge has
+    not run on a GPU.
     """
-    if spec.fp8_results:
+    num_reqs, num_tokens, longest = call.num_reqs, call.q.shape[0], call.max_query_len
+    if spec.fp8_results or call.capacity // shape_for(spec).keys < _WORTH_STEPS:
         return False
-    shape, num_reqs = shape_for(spec), min(call.num_reqs, 4) if short else call.num_reqs
-    tiles = most_tiles(call.q.shape[0], num_reqs, shape.rows // spec.group) * spec.num_kv_heads
-    return tiles * 2 <= programs and call.capacity // shape.keys >= _WORTH_STEPS
+    decodes = short > 0 and num_tokens * 2 < num_reqs * longest
+    tiles = _tiles(spec, num_tokens, min(num_reqs, 4) if decodes else num_reqs)
+    if longest <= MAX_DECODE_QUERY_LEN and not decodes:
+        return tiles <= programs * 4
+    return tiles * (2 if decodes or call.capacity < 2 * longest else 1) <= programs
+
+
+def _tiles(spec: Specialisation, num_tokens: int, num_reqs: int) -> int:
+    """Tiles of all kv heads at most."""
+    return most_tiles(num_tokens, num_reqs, shape_for(spec).rows // spec.group) * spec.num_kv_heads
 
 
 def partial_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
@@ -230,7 +246,8 @@ def partial_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int =
     and struct SplitTiles of prefill_params.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0:
     without."""
     part = (dim_v // 8 + 1) * (shape.threads - 128) * 4
-    return programs * (MAX_CTA_SPLITS if tiles else 1) * part + 16 + (tiles or programs) * 8
+    parts = programs * (MAX_CTA_SPLITS if tiles else CTA_PARTS)
+    return parts * part + 16 + (tiles or parts) * 8
 
 
 def merge_items(shape: PrefillShape, dim_v: int) -> int:

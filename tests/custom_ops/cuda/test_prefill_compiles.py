@@ -163,15 +163,22 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
 
 
 def test_when_tiles_may_be_cut() -> None:
-    """By shapes: few rows of queries, and room for keys."""
+    """By shapes: few rows of queries, and room for keys, more of them than queries."""
 
     def may_split(
-        num_tokens: int = 64, num_reqs: int = 1, short: int = 0, num_kv_heads: int = 8, steps: int = 256
+        num_tokens: int = 64,
+        num_reqs: int = 1,
+        short: int = 0,
+        num_kv_heads: int = 8,
+        steps: int = 256,
+        max_query_len: int = 64,
     ) -> bool:
         q = torch.empty(num_tokens, num_kv_heads * 4, 128, dtype=torch.bfloat16)
         cache = torch.empty(1, 16, num_kv_heads, 128, dtype=torch.bfloat16)
         table, none = torch.empty(num_reqs, steps * 8, dtype=torch.int32), torch.empty(0)
-        call = AttentionCall(q, cache, cache, table, none, none, q, None, max_query_len=64, scale=1.0)
+        call = AttentionCall(
+            q, cache, cache, table, none, none, q, None, max_query_len=max_query_len, scale=1.0
+        )
         return prefill.may_split(call, Specialisation.of(call), short, 132)
 
     assert may_split()
@@ -180,11 +187,17 @@ def test_when_tiles_may_be_cut() -> None:
     table, none = torch.empty(1, 2048, dtype=torch.int32), torch.empty(0)
     call = AttentionCall(q, cache, cache, table, none, none, q, None, max_query_len=64, scale=1.0)
     assert not prefill.may_split(call, fp8_results, 0, 132), "its merge has not run on a GPU"
-    for changed in ({"num_tokens": 512}, {"steps": 7}, {"num_kv_heads": 40}, {"num_reqs": 20}):
+    for changed in ({"num_tokens": 513}, {"steps": 7}, {"num_kv_heads": 67}, {"num_reqs": 20}):
         assert not may_split(**changed), changed
+    assert may_split(num_tokens=512)
+    assert may_split(num_tokens=256, max_query_len=256, steps=8)
+    assert may_split(num_tokens=512, max_query_len=512, steps=8), "half of the keys may be a context"
+    assert not may_split(num_tokens=500, max_query_len=520, steps=8), "whole prompts"
     assert may_split(num_tokens=80, num_reqs=64, short=2)
-    assert may_split(num_tokens=256)
-    assert not may_split(num_tokens=257)
+    assert not may_split(num_tokens=200, num_reqs=64, short=2), "late CTAs serve them better"
+    assert may_split(num_tokens=200, num_reqs=6, short=2), "chunks, of other lengths"
+    assert may_split(num_tokens=432, num_reqs=54, max_query_len=8), "queries of decodes"
+    assert not may_split(num_tokens=448, num_reqs=56, max_query_len=8)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_reqs", "tokens"), [(7, 3, 2), (8, 3, 3), (5, 9, 2), (9, 1, 4)])

@@ -1,6 +1,7 @@
 """The line of prefill tiles (prefill_scheduler.cuh), compiled for the host: every tile once, longest first,
-against a model that lists them all."""
+against a model that lists them all; and whether all CTAs have work to the end."""
 
+import heapq
 import itertools
 from pathlib import Path
 
@@ -26,16 +27,21 @@ int main(int argc, char **argv) {
   for (int i = 0; i <= requests; ++i) starts[i] = atoi(argv[3 + i]);
   for (int i = 0; i < requests; ++i) lengths[i] = atoi(argv[4 + requests + i]);
   TileScheduler scheduler;
-  scheduler.open(starts, lengths, requests, tokens, 132);
-  printf("%d %d %d %d %d\\n", scheduler.total(), scheduler.heads, scheduler.owner, scheduler.live, scheduler.splits);
+  static Bands bands;
+  scheduler.open(starts, lengths, requests, tokens, 132, &bands);
+  printf("%d %d %d %d %d\\n", scheduler.total(), scheduler.heads, scheduler.owner, scheduler.live_total(),
+         scheduler.cut_tiles * NUM_KV_HEADS);
+  Cursor cursor = {0, scheduler.top};
   for (int ticket = 0; ticket < scheduler.total(); ticket += stride) {
-    const WorkTile t = scheduler.find(ticket);
+    const WorkTile t = scheduler.find(ticket, cursor);
     const int level = t.r.level(t.index);
-    printf("%d %d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.split, t.r.start, t.r.query_len, t.r.seq_len, level,
-           level ? t.r.first_seen(t.index) / TILE_KV : 0);
+    printf("%d %d %d %d ", t.request, t.head, t.index, t.split());
+    printf("%d %d %d ", t.r.start, t.r.query_len, t.r.seq_len);
+    printf("%d %d ", level, level ? t.r.first_seen(t.index) / TILE_KV : 0);
+    printf("%d %d %d\\n", t.splits(), t.splits() > 1 ? t.cut() : -1, t.partial());
   }
 }
-"""  # noqa: E501
+"""
 
 
 def build(
@@ -140,10 +146,10 @@ def test_every_tile_once_and_the_longest_first(
         starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
         numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
         text = program(*numbers)
-        (total, section, owner, live, parts), *tiles = [
+        (total, section, owner, live, cut), *tiles = [
             tuple(map(int, line.split())) for line in text.splitlines()
         ]
-        expected = {}
+        parts, expected = {tile[:3]: tile[9] for tile in tiles}, {}
         for request, (query_len, seq_len) in enumerate(
             zip([*query_lens, padding], [*seq_lens, 0], strict=True)
         ):
@@ -152,25 +158,34 @@ def test_every_tile_once_and_the_longest_first(
                 continue
             for index, (level, first) in enumerate(ranges(query_len, seq_len, tokens, *MASKS[mask])):
                 for head in range(heads):
-                    for part in range(parts if level else 1):
+                    for part in range(parts[request, head, index]):
                         expected[request, head, index, part] = (start, query_len, seq_len, level, first)
         assert total == len(tiles) == len(expected), name
-        assert {tile[:4]: tile[4:] for tile in tiles} == expected, name
+        assert {tile[:4]: tile[4:9] for tile in tiles} == expected, name
         if expected:
             assert owner == min(request for request, *_ in expected), name
         seeing = [tile for tile in tiles if tile[7]]
         assert tiles[: len(seeing)] == seeing, name
-        assert len(seeing) == live * heads * parts, name
-        assert parts == 1 or (split and len(seeing) <= 132), "all parts are taken at once"
+        assert len(seeing) == live, name
+        assert all(tile[9] == 1 for tile in tiles[live:]), name
+        assert split or not cut, name
+        check_parts([tile for tile in seeing if tile[9] > 1], cut)
         per_section = len(seeing) // (heads // section)
         for begin in range(0, len(seeing), per_section or 1):
             order = [tile[7] for tile in seeing[begin : begin + per_section]]
             assert order == sorted(order, reverse=True), name
             assert len({tile[1] for tile in seeing[begin : begin + per_section]}) == section, name
-        by_tile = [tile[3] for tile in seeing]
-        assert by_tile == [i % parts for i in range(len(seeing))], (
-            "the parts of a tile are neighbours: the merge counts on it"
-        )
+
+
+def check_parts(tickets: list[tuple[int, ...]], cut: int) -> None:
+    """The merge counts on it: a tile's parts are neighbours, their places and the cut tiles' numbers have no
+    gaps, and there is room for all."""
+    assert [ticket[11] for ticket in tickets] == list(range(len(tickets)))
+    assert len(tickets) <= prefill.CTA_PARTS * 132
+    found = [(number, *(len(list(same)),)) for number, same in itertools.groupby(tickets, lambda x: x[10])]
+    assert [number for number, _ in found] == list(range(cut))
+    for tile, same in itertools.groupby(tickets, lambda x: (*x[:3], x[9])):
+        assert [ticket[3] for ticket in same] == list(range(tile[3]))
 
 
 @pytest.mark.parametrize(
@@ -187,18 +202,60 @@ def test_every_tile_once_and_the_longest_first(
         (8, [64] * 8, [8000] * 8, "causal", 1),
         (8, [64] * 4, [8000] * 4, "causal", 2),
         (8, [64, 64, 64], [8000, 0, -3], "causal", 8),
+        (8, [96] * 4, [8000] * 4, "causal", 1),  # 96 tiles
+        (8, [96] * 4, [40000] * 4, "causal", 4),  # three turns of 128 parts, 79 steps each
+        (4, [100] * 6, [50000, 300, 300, 300, 300, 300], "causal", 7),
+        (8, [2000], [40000], "causal", 1),  # 504 tiles are enough
     ],
 )
 def test_how_often_a_tile_is_cut(
     tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int
 ) -> None:
     """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see
-    nothing do not count."""
+    nothing do not count. Where tiles differ much, only those are cut that are longer than the parts."""
     program = build(tmp_path, 32, heads, *MASKS[mask], split=True)
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
     numbers = [len(seq_lens), starts[-1] + 100, *starts, *seq_lens]
-    text = program(*numbers)
-    assert int(text.split()[4]) == parts
+    _, *tiles = (tuple(map(int, line.split())) for line in program(*numbers).splitlines())
+    assert max(tile[9] for tile in tiles) == parts
+    assert {tile[9] for tile in tiles if tile[7] <= 3} <= {1}
+
+
+def makespan(tickets: list[int], ctas: int = 132) -> float:
+    """Steps until the last CTA ends: each takes the next ticket when it is free."""
+    free = [0.0] * ctas
+    for steps in tickets:
+        heapq.heapreplace(free, free[0] + steps)
+    return max(free)
+
+
+ONE_LONG = [93, 142, 51, 160, 242, 146], [12763, 9251, 55538, 158, 4113, 5773]
+TWO_LONG = [200, 261, 98, 57, 121, 147, 130, 354], [2391, 58787, 6097, 887, 738, 9324, 1217, 23700]
+SIXTEEN_HEADS = [1365, 159, 559, 1201], [113, 367, 19888, 2466]
+EQUAL_CHUNKS = [981] * 8, [306, 46666, 1917, 160, 1955, 130, 32131, 134]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "split", "chunks", "bound"),
+    [
+        (32, 4, True, ONE_LONG, 1.3),
+        (32, 1, True, TWO_LONG, 1.2),
+        (32, 16, False, SIXTEEN_HEADS, 1.05),
+        (32, 4, False, EQUAL_CHUNKS, 1.05),
+    ],
+)
+def test_all_multiprocessors_have_work_to_the_end(
+    tmp_path: Path, tokens: int, heads: int, split: bool, chunks: tuple[list[int], list[int]], bound: float
+) -> None:
+    """Chunks over contexts of very different lengths: at most ``bound`` times an equal share of steps."""
+    program = build(tmp_path, tokens, heads, *MASKS["causal"], split=split)
+    query_lens, contexts = chunks
+    starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+    lengths = [query + context for query, context in zip(query_lens, contexts, strict=True)]
+    text = program(len(lengths), starts[-1], *starts, *lengths)
+    _, *tiles = (tuple(map(int, line.split())) for line in text.splitlines())
+    steps = [tile[7] * (tile[3] + 1) // tile[9] - tile[7] * tile[3] // tile[9] for tile in tiles]
+    assert makespan(steps) <= bound * sum(steps) / 132
 
 
 TICKETS = """
@@ -242,9 +299,12 @@ def test_every_ticket_is_given_once_and_the_counter_returns_to_zero(tmp_path: Pa
 
 
 def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:
+    """Of whole prompts; where tiles are so few that the last section's first would end last, all heads are
+    one section."""
     program = build(tmp_path, 32, 8, causal=True)
     for length, heads in ((100, 8), (8192, 8), (16384, 4), (32768, 2), (65536, 1), (200000, 1)):
-        assert int(program(1, 32, 0, 32, length).split()[1]) == heads, length
+        assert int(program(1, length, 0, length, length).split(None, 2)[1]) == heads, length
+        assert int(program(1, 64, 0, 64, length).split(None, 2)[1]) == 8, length
     program = build(tmp_path, 32, 8, causal=True, short=1)
-    found = int(program(2, 33, 0, 1, 33, 200000, 8192).split()[1])
+    found = int(program(2, 8193, 0, 1, 8193, 200000, 8192).split(None, 2)[1])
     assert found == 8, "a request of another launch does not count"

@@ -40,9 +40,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
   // began, but this multiprocessor's L1 may be older.
   if (DECODE_LEN > 0 && p.is_late) load_and_forget_l1(p.starts);
   __shared__ TileScheduler opened;
+  __shared__ Bands bands;  // with SPLIT
   if (threadIdx.x < 32) {  // here, where it may have more registers than the producer
     TileScheduler scheduler;
-    scheduler.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, p.ctas);
+    scheduler.open(p.starts, p.seq_lens, p.num_reqs, p.num_tokens, p.ctas, &bands);
     if (threadIdx.x == 0) opened = scheduler;
   }
   if (threadIdx.x == 32) {
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __g
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       Producer producer{p, smem, kinds, {}, {}, {}, (int)threadIdx.x};
-      producer.run(opened, query_tiles);
+      producer.run(opened, query_tiles, &bands);
     } else if constexpr (FP8) {
       wait_for_kernels_ahead();
       Converter{smem, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);

@@ -22,6 +22,8 @@ BOTH int warp_sum_upto(int x) {  // of this lane and those before it
 }
 BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
 BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+BOTH void warp_meet() { __syncwarp(); }
+BOTH void add_shared(int *at, int x) { atomicAdd(at, x); }
 // 0 behind `last`
 BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
 #else
@@ -36,6 +38,8 @@ BOTH int warp_min(int x) { return x; }
 BOTH int warp_sum_upto(int x) { return x; }
 BOTH int warp_first(bool x) { return x ? 0 : -1; }
 BOTH int warp_take(int x, int) { return x; }
+BOTH void warp_meet() {}
+BOTH void add_shared(int *at, int x) { *at += x; }
 BOTH unsigned count_up(unsigned *counter, unsigned last) {
   const unsigned x = *counter;
   *counter = x >= last ? 0 : x + 1;

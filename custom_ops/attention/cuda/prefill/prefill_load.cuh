@@ -66,28 +66,24 @@ struct Producer {
     }
   }
 
-  // Which steps a ticket's tile goes through: [first, last]; whether it is all of the tile.
+  // Which steps a ticket's tile goes through: [first, last].
   struct Steps {
     int first, last, first_seen;
-    bool whole;
     __device__ __forceinline__ int count() const { return last < 0 ? 0 : max(last - first + 1, 0); }
   };
-  __device__ __forceinline__ Steps steps_of(const TileScheduler &scheduler, const WorkTile &tile, int ticket,
+  __device__ __forceinline__ Steps steps_of(const WorkTile &tile,
                                             [[maybe_unused]] const CascadeSplit &split) const {
     Steps s;
     s.first_seen = HIDES_FIRST_KEYS ? tile.r.first_seen(tile.index) : 0;
     s.first = s.first_seen / TILE_KV, s.last = tile.r.level(tile.index) - 1;
-    s.whole = true;
     if constexpr (CASCADE) {
       const int all = s.last + 1;
       s.first = all * split.from / split.of, s.last = all * split.to / split.of - 1;
-      s.whole = false;
     } else if constexpr (SPLIT) {
-      s.whole = scheduler.splits == 1 || ticket >= scheduler.live_total();
-      if (!s.whole) {
+      if (tile.splits() > 1) {
         const int all = max(s.last + 1 - s.first, 0);
-        s.last = s.first + all * (tile.split + 1) / scheduler.splits - 1;
-        s.first += all * tile.split / scheduler.splits;
+        s.last = s.first + all * (tile.split() + 1) / tile.splits() - 1;
+        s.first += all * tile.split() / tile.splits();
       }
     }
     return s;
@@ -100,7 +96,9 @@ struct Producer {
     return split.tile < 0 ? total : split.tile;
   }
 
-  __device__ __forceinline__ void run(TileScheduler scheduler, QueryTile *query_tiles) {
+  __device__ __forceinline__ void run(TileScheduler scheduler, QueryTile *query_tiles, Bands *bands) {
+    scheduler.bands = bands;  // the same, but an address that needs no registers
+    Cursor cursor = {0, scheduler.top};
     [[maybe_unused]] CascadeScheduler cascade;
     [[maybe_unused]] CascadeSplit split = {};
     if constexpr (CASCADE)
@@ -120,8 +118,8 @@ struct Producer {
     WorkTile tile = {};
     int block = 0, block_before = 0;  // of a tile's last step and of the one before, asked for ahead
     if (ticket < total) {
-      tile = scheduler.find(ticket);
-      const Steps steps = steps_of(scheduler, tile, ticket, split);
+      tile = scheduler.find(ticket, cursor);
+      const Steps steps = steps_of(tile, split);
       if (steps.count() > 0) block = block_of(tile, steps.first_seen, steps.last);
       if (steps.count() > 1) block_before = block_of(tile, steps.first_seen, steps.last - 1);
     }
@@ -130,8 +128,7 @@ struct Producer {
     if constexpr (SPLIT) {
       split_tiles = split_tiles_of(p);
       if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
-        split_tiles->tiles = scheduler.live * NUM_KV_HEADS;
-        split_tiles->splits = scheduler.splits;
+        split_tiles->tiles = (CASCADE ? scheduler.live : scheduler.cut_tiles) * NUM_KV_HEADS;
         if constexpr (CASCADE) split_tiles->cascade = cascade;
       }
     }
@@ -149,21 +146,26 @@ struct Producer {
         finish_behind_decode(p);
         return;
       }
+      const Steps reach = steps_of(tile, split);
+      const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
+      // Behind a long tile the next one is drawn late: it must not wait for this CTA while others are done. A
+      // CTA has few of those that may be cut. Fp8 queries leave no registers for both ways.
+      const bool is_long = !CASCADE && (SPLIT || (!Q_FP8 && steps > scheduler.long_steps));
       int next = 0;  // comes while this tile is loaded
       if constexpr (!CASCADE)
-        if (lane == 0) next = tickets.draw();
-      const Steps reach = steps_of(scheduler, tile, ticket, split);
-      const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
-      const bool whole = reach.whole;
+        if (lane == 0 && !is_long) next = tickets.draw();
       if (lane == 0) {
-        const int partial = CASCADE ? turn * p.ctas + (int)blockIdx.x : whole ? -1 : ticket;
+        const int partial = CASCADE ? turn * p.ctas + (int)blockIdx.x : SPLIT ? tile.partial() : -1;
         const QueryTile query_tile = {steps,            last,           tile.index, tile.r.start,
                                       tile.r.query_len, tile.r.seq_len, tile.head,  partial};
         query_tiles[buffer] = query_tile;
         if constexpr (CASCADE) {
           if (split.to == split.of) split_tiles->query_tiles[ticket] = query_tile;
         } else if constexpr (SPLIT) {
-          if (!whole && tile.split == 0) split_tiles->query_tiles[ticket / scheduler.splits] = query_tile;
+          if (tile.splits() > 1 && tile.split() == 0) {
+            split_tiles->query_tiles[tile.cut()] = query_tile;
+            split_tiles->query_tiles[tile.cut()].steps = tile.splits();
+          }
         }
         if (steps > 0) {
           // the tile is written before: a wait for q_full sees it
@@ -187,16 +189,18 @@ struct Producer {
         load_values(tile.head, block);
       }
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
-      if constexpr (CASCADE) ticket = take(cascade, turn + 1, total, split);
-      else ticket = __shfl_sync(ALL, next, 0);
       WorkTile coming = {};
       int coming_block = 0, coming_before = 0;
-      if (ticket < total) {
-        coming = scheduler.find(ticket);
-        const Steps steps = steps_of(scheduler, coming, ticket, split);
-        if (steps.count() > 0) coming_block = block_of(coming, steps.first_seen, steps.last);
-        if (steps.count() > 1) coming_before = block_of(coming, steps.first_seen, steps.last - 1);
-      }
+      const auto seek = [&](WorkTile &found, int &first_block, int &second_block) {
+        if constexpr (CASCADE) ticket = take(cascade, turn + 1, total, split);
+        else ticket = __shfl_sync(ALL, next, 0);
+        if (ticket >= total) return;
+        found = scheduler.find(ticket, cursor);
+        const Steps steps = steps_of(found, split);
+        if (steps.count() > 0) first_block = block_of(found, steps.first_seen, steps.last);
+        if (steps.count() > 1) second_block = block_of(found, steps.first_seen, steps.last - 1);
+      };
+      if (!is_long) seek(coming, coming_block, coming_before);
       for (int step = last - 1; step >= first; --step) {
         block = block_before;
         block_before = block_ahead;
@@ -204,7 +208,12 @@ struct Producer {
         if (step > first) load_keys(tile.head, block_before);
         load_values(tile.head, block);
       }
-      tile = coming, block = coming_block, block_before = coming_before;
+      if (is_long) {
+        if (lane == 0) next = tickets.draw();
+        seek(tile, block, block_before);
+      } else {
+        tile = coming, block = coming_block, block_before = coming_before;
+      }
     }
   }
 };

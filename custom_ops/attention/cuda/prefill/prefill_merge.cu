@@ -42,24 +42,23 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
   int item = blockIdx.x;
   // of no tile perhaps; asked for together with what says so
   QueryTile tile = load_query_tile(split_tiles->query_tiles + item / ITEMS);
-  const int items = load_l2(&split_tiles->tiles) * ITEMS, alike = load_l2(&split_tiles->splits);
+  const int items = load_l2(&split_tiles->tiles) * ITEMS;
   [[maybe_unused]] CascadeScheduler cascade;
   if constexpr (CASCADE) cascade = load_schedule(&split_tiles->cascade);
-  else if (alike == 1) return;
   for (; item < items; item += gridDim.x) {
     const int index = item / ITEMS, warpgroup = item / SLICES % WARPGROUPS, block = item % SLICES * SLICE;
     if (item != blockIdx.x) tile = load_query_tile(split_tiles->query_tiles + index);
     // no row of the warpgroup stands for a query: it left nothing (Consumer::is_idle)
     if (tile.index * TILE_TOKENS + warpgroup * 64 / GROUP >= tile.query_len) continue;
     const int thread = warpgroup * 128 + threadIdx.x, lane = thread % 32;
-    const int splits = CASCADE ? cascade.num_splits(index) : alike;
+    const int splits = CASCADE ? cascade.num_splits(index) : tile.steps;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
     for (int begin = 0; begin < splits; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
         if (begin + j >= splits) break;
-        const int partial = CASCADE ? cascade.partial(index, begin + j) : index * splits + begin + j;
+        const int partial = CASCADE ? cascade.partial(index, begin + j) : tile.partial + begin + j;
         const float4 *at = partial_of(p, partial) + thread;
         state[j] = load_l2(at + DIM_V / 8 * CONSUMER_THREADS);
 #pragma unroll

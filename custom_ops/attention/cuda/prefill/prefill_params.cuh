@@ -59,7 +59,7 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   // one zero between launches, ticket_row numbers from here per request before the first with tiles: tickets
   // given out
   int *tickets;
-  float *partials;  // with SPLIT, PARTIAL_FLOATS for each CTA, then struct SplitTiles
+  float *partials;  // with SPLIT, PARTIAL_FLOATS for each split, CTA_PARTS of a CTA, then struct SplitTiles
   i64 o_token, o_head, l_token, l_head, table_row;  // strides in elements
   float scale, soft_cap;
   int num_reqs, num_tokens, num_blocks, ticket_row;
@@ -117,7 +117,7 @@ struct QueryTile {
   int steps;  // key tiles to go through, from the last one down; 0: nothing is visible; -1: no more tiles
   int last;   // the last key tile; the first: last + 1 - steps
   int index, start, query_len, seq_len, head;
-  int partial;  // the ticket, of a tile in splits; -1: the tile is whole
+  int partial;  // where the result of a split goes; -1: the tile is whole
 };
 
 // The partial result of a split: each consumer thread's accumulators, four at a time, then its maxima and
@@ -127,13 +127,14 @@ __device__ __forceinline__ float4 *partial_of(const Params &p, int partial) {
   return (float4 *)p.partials + (i64)partial * PARTIAL_VECTORS * CONSUMER_THREADS;
 }
 
-struct SplitTiles {  // the tiles in splits, of which tickets tile * splits ... are the splits
-  int tiles, splits, unused[2];
+struct SplitTiles {  // the tiles in splits
+  int tiles, unused[3];
   CascadeScheduler cascade;  // with CASCADE, which says what the splits are
   int unused_too[3];
-  QueryTile query_tiles[1];  // as many as there are CTAs at most; with CASCADE, as there are tiles
+  // of each its first split's, with the number of splits as `steps`; with CASCADE of each tile its last one's
+  QueryTile query_tiles[1];
 };
 static_assert(sizeof(SplitTiles) == 64 + sizeof(QueryTile), "as prefill.py makes room for it");
 __device__ __forceinline__ SplitTiles *split_tiles_of(const Params &p) {
-  return (SplitTiles *)(p.partials + (i64)p.ctas * (CASCADE ? MAX_CTA_SPLITS : 1) * PARTIAL_FLOATS);
+  return (SplitTiles *)(p.partials + (i64)p.ctas * (CASCADE ? MAX_CTA_SPLITS : CTA_PARTS) * PARTIAL_FLOATS);
 }

@@ -14,7 +14,7 @@ def tensor_map(
     """The map of a tensor; outside of it a copy brings zeros.
 
     ``sizes`` and ``box``: in numbers, innermost dimension first; ``strides``: of all dimensions but that one;
-    ``swizzle``: lines of 128 or 64 bytes are swizzled as wgmma reads them; 0: lie as they come.
+    ``swizzle``: lines of 128, 64 or 32 bytes are swizzled as wgmma reads them; 0: lie as they come.
     """
     from cuda.bindings import driver
 
@@ -26,6 +26,7 @@ def tensor_map(
     swizzled = {
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
         64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
         0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
     }[swizzle]
     long, short = driver.cuuint64_t, driver.cuuint32_t

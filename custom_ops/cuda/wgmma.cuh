@@ -17,7 +17,8 @@
 // The sums of an instruction, which are its first operands, and what its text calls them: F of float d[N], D
 // of float d[N][4], R of either. A4: 64 rows in registers.
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+#define F8(i) F4(i), F4(i + 4)
+#define F16(i) F8(i), F8(i + 8)
 #define F32(i) F16(i), F16(i + 16)
 #define F64(i) F32(i), F32(i + 32)
 #define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
@@ -26,8 +27,11 @@
 #define R4 "%0,%1,%2,%3"
 #define R8 R4 ",%4,%5,%6,%7"
 #define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define R24 R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R40 R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define R48 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define R56 R48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define R64 R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define R80 R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define R96 R80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
@@ -36,7 +40,7 @@
 
 // Descriptor of lines of 128 bytes, 16-byte columns swizzled by the line modulo 8. `at`: a multiple of 1024
 // plus the k's offset; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64 columns to
-// the next one, where the instruction takes several. `layout`: 1, or 2 for lines of 64 bytes, 0 without a
+// the next one, where the instruction takes several. `layout`: 1, or 2 for lines of 64 bytes, 3 of 32, 0 without a
 // swizzle, where `columns` are those of 8 numbers.
 __device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16, int layout = 1) {
   return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)layout << 62;

@@ -123,13 +123,13 @@ def test_the_reason_says_which_kernel_prefills(monkeypatch: pytest.MonkeyPatch) 
     spec = AttentionSpec(
         device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8
     )
-    fp8, narrow = replace(spec, kv_dtype=torch.float8_e4m3fn), replace(spec, head_dim=80)
+    fp8, narrow = replace(spec, kv_dtype=torch.float8_e4m3fn), replace(spec, head_dim=72)
     for asked in ("cuda", None):
         for taken in (spec, fp8, [spec, fp8]):
             assert select_backend(taken, asked).reason.endswith("; prefill in CUDA C++")
-        both = "; prefill in CUDA C++; prefill by Triton: head_dim 80/80"
+        both = "; prefill in CUDA C++; prefill by Triton: head_dim 72/72"
         assert both in select_backend([spec, narrow, narrow], asked).reason
-        assert select_backend(narrow, asked).reason.endswith("; prefill by Triton: head_dim 80/80")
+        assert select_backend(narrow, asked).reason.endswith("; prefill by Triton: head_dim 72/72")
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
     assert select_backend(spec, "cuda").reason.endswith("; prefill by Triton: TORCHPAGED_CUDA_PREFILL=0")
 

@@ -120,10 +120,7 @@ def refuse(spec: Specialisation, compute: tuple[int, int], *, scale: float = 1.0
         return f"fp8 queries over a cache of {kv_dtype}: both are e4m3"
     if fp8_queries and widths not in FP8_QUERY_WIDTHS:
         return f"fp8 queries of head_dim {spec.dim}/{spec.dim_v}"
-    if (
-        any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in widths)
-        or spec.dim_v == 160
-    ):
+    if any(width % (32 if width > 128 else 16) or not 32 <= width <= MAX_DIM for width in widths):
         return f"head_dim {spec.dim}/{spec.dim_v}"
     keys = shape_for(spec.without_features()).keys
     if block_size % 8 or keys % block_size:
@@ -252,7 +249,7 @@ def partial_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int =
 
 def merge_items(shape: PrefillShape, dim_v: int) -> int:
     """CTAs of the merge launch that a tile in parts keeps busy: ITEMS of prefill_merge.cu."""
-    return shape.groups * dim_v // 32
+    return shape.groups * -(-dim_v // 32)
 
 
 def late_ctas(programs: int, short: int, split: bool) -> int:

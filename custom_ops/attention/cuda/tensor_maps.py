@@ -5,6 +5,7 @@ Those of the pools are made once per pool (addresses, shapes and strides) and ke
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +48,9 @@ def refuse_layout(call: AttentionCall) -> str | None:
 
 
 def square_width(dim: int, itemsize: int = 2) -> int:
-    """Columns of a square, which is 8 tokens high; the copy engine swizzles its lines of 128 or 64 bytes.
+    """Columns of a square, which is 8 tokens high; the copy engine swizzles its lines of 128, 64 or 32 bytes.
     ``itemsize``: bytes of a number that is multiplied."""
-    return (64 if dim * itemsize % 128 else 128) // itemsize
+    return math.gcd(dim * itemsize, 128) // itemsize
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "width 64, lse, sinks": {"dim": 64, "lse": True, "sinks": True},
     "width 64, window": {"dim": 64, "window_left": 127, "sinks": True},
     "width 96": {"dim": 96, "group": 1},
+    "width 80": {"dim": 80, "group": 5},
+    "width 80, window, lse, sinks": {"dim": 80, "group": 1, "window_left": 127, "lse": True, "sinks": True},
+    "width 48": {"dim": 48},
+    "width 112, fp16": {"dim": 112, "dtype": torch.float16},
+    "width 160": {"dim": 160},
+    "width 224, all of it": {**EVERYTHING, "dim": 224, "group": 2},
     "width 192/128": {"dim": 192, "dim_v": 128, "group": 1},
     "width 192": {"dim": 192},
     "width 256": {"dim": 256, "group": 2},
@@ -65,10 +71,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "in parts": {"split": True},
     "in parts, beside decode": {"split": True, "short": 2},
     "in parts, width 64": {"split": True, "dim": 64},
+    "in parts, width 80, beside decode": {"split": True, "dim": 80, "group": 1, "short": 8},
     "in parts, width 256": {"split": True, "dim": 256, "group": 2},
     "in parts, all of it": {**EVERYTHING, "split": True},
     "in parts, prefixes": {**PREFIXES},
     "in parts, prefixes, width 64": {**PREFIXES, "dim": 64, "group": 3, "num_kv_heads": 3, "lse": True},
+    "in parts, prefixes, width 80": {**PREFIXES, "dim": 80},
     "in parts, prefixes, e4m3": {
         **PREFIXES,
         "kv_dtype": torch.float8_e4m3fn,
@@ -80,6 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "e4m3, fp16": {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16},
     "e5m2, blocks of 8": {"kv_dtype": torch.float8_e5m2, "block_size": 8},
     "e4m3, width 64": {"kv_dtype": torch.float8_e4m3fn, "dim": 64, "scales": True},
+    "e4m3, width 80": {"kv_dtype": torch.float8_e4m3fn, "dim": 80, "scales": True},
     "e4m3, width 96": {"kv_dtype": torch.float8_e4m3fn, "dim": 96, "scales": True},
     "e5m2, width 256": {"kv_dtype": torch.float8_e5m2, "dim": 256, "group": 2, "scales": True},
     "e4m3, width 192/128": {"kv_dtype": torch.float8_e4m3fn, "dim": 192, "dim_v": 128, "group": 1},
@@ -111,6 +120,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dim": 96,
         "scales": True,
     },
+    "e4m3 results, width 80": {"fp8_results": True, "dim": 80},
     "e4m3 results, e4m3 queries": {**FP8_QUERIES, "fp8_results": True},
     "e4m3 results, in parts, all of it": {**EVERYTHING, "fp8_results": True, "split": True, "short": 2},
     "e4m3 results, e4m3 queries, in parts": {**FP8_QUERIES, "fp8_results": True, "split": True},
@@ -294,7 +304,7 @@ LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size: int, layout: str) -> None:
     """What the copy engine writes for one block, address by address, against where the kernel's descriptors
@@ -303,7 +313,7 @@ def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size
     found = pool_box(tuple(cache.shape), cache.stride())
     assert found is not None
     width = found.box[0]
-    assert width * 2 in (64, 128)
+    assert width * 2 in (32, 64, 128)
     assert all(0 < edge <= 256 for edge in found.box)
     assert all(stride * 2 % 16 == 0 for stride in found.strides)
     head_square, head_group, block_group = found.where
@@ -343,7 +353,20 @@ def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size
 
 @pytest.mark.parametrize(
     ("dim", "dim_v"),
-    [(32, 32), (64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (64, 256)],
+    [
+        (32, 32),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (160, 160),
+        (224, 224),
+        (128, 128),
+        (128, 64),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+        (64, 256),
+    ],
 )
 def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int, dim_v: int) -> None:
     for wide in (True, False):
@@ -380,7 +403,8 @@ def test_what_it_leaves_to_triton() -> None:
         ({"compute": (10, 0)}, "compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
         ({"kv_dtype": torch.float16}, "dtypes"),
-        ({"dim": 80}, "head_dim"),
+        ({"dim": 72}, "head_dim"),
+        ({"dim_v": 144}, "head_dim"),
         ({"dim_v": 512}, "head_dim"),
         ({"block_size": 4}, "block_size 4"),
         ({"block_size": 24}, "block_size 24"),

@@ -174,8 +174,8 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         many.setattr(module.specialise, "too_many_rows", lambda *a: True)
         assert route(max_query_len=8) == ("prefill", 0, ""), "more query rows than decode takes"
     assert route(num_reqs=9) == ("triton", 0, "decode with prefill: odd strides")
-    why["prefill"] = "head_dim 80/80"
-    assert route() == ("triton", 0, "prefill: head_dim 80/80")
+    why["prefill"] = "head_dim 72/72"
+    assert route() == ("triton", 0, "prefill: head_dim 72/72")
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
     why["prefill"] = why["decode"] = None
     assert route() == ("triton", 0, "prefill: TORCHPAGED_CUDA_PREFILL=0")

@@ -37,6 +37,7 @@ PREFILL_WIDTHS = (
     (96, 32),
     (64, 256),
     (256, 64),
+    *((80, 80), (80, 80), (112, 112), (48, 48), (160, 160), (224, 224), (80, 128), (96, 80)),
 )
 CASCADE_WIDTHS = tuple(itertools.product((32, 64, 80, 96, 128, 192, 256), repeat=2))
 _GROUPS = (1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 11, 12, 16, 16, 32, 64, 128)
@@ -61,7 +62,7 @@ def _of_cuda(c: Configuration, sizes: tuple[int, int, int, int], dtype: str) -> 
 
 
 def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
-    """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a
+    """For prefill.cu: 16-bit numbers, widths in squares of 16, 32 or 64 columns, blocks of 8 to the keys of a
     step, aligned rows.
 
     A third may hold short queries next to long ones, which decode.cu takes: those have few enough rows for

@@ -54,7 +54,8 @@ store_with_suffixes(const Params &p, const QueryTile &tile, int first, int lane,
     for (int r = 0; r < 2; ++r) {
       uint4 *const to = (uint4 *)(at[r] + (block + n) * 16);
       float4 own = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (stored[r]) own = load_l2((const float4 *)to);
+      const bool here = stored[r] && has_columns(block + n, lane);
+      if (here) own = load_l2((const float4 *)to);
       u32 w[4] = {__float_as_uint(own.x), __float_as_uint(own.y), __float_as_uint(own.z),
                   __float_as_uint(own.w)};
       transpose_quad(w, lane);  // its own inverse
@@ -68,6 +69,6 @@ store_with_suffixes(const Params &p, const QueryTile &tile, int first, int lane,
         w[i] = pack<HALF>(x, y);
       }
       transpose_quad(w, lane);
-      if (stored[r]) *to = make_uint4(w[0], w[1], w[2], w[3]);
+      if (here) *to = make_uint4(w[0], w[1], w[2], w[3]);
     }
 }

@@ -26,7 +26,7 @@ template <bool FP16> __device__ __forceinline__ u32 from_halves(u32 x) {
 // alike. `thread`: of CONVERTERS * 32.
 template <int WIDTH_ALL, int WIDTH>
 __device__ __forceinline__ void convert_step(u32 from, u32 to, int thread) {
-  constexpr u32 SWIZZLE = WIDTH == 64 ? 0x70 : 0x30;
+  constexpr u32 SWIZZLE = WIDTH == 64 ? 0x70 : WIDTH == 32 ? 0x30 : 0x10;
 #pragma unroll 2
   for (u32 at = thread * 16; at < TILE_KV * WIDTH_ALL; at += CONVERTERS * 512) {
     u32 x[4], y[8];

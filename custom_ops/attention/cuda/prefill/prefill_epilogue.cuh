@@ -19,6 +19,11 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
     }
 }
 
+// Whether a lane has columns of a head in the four blocks from `block` on: the last blocks may be two.
+__device__ __forceinline__ bool has_columns(int block, int lane) {
+  return DIM_V % 32 == 0 || (block + lane % 4) * 8 < DIM_V;
+}
+
 // As store_rows below, which gives the weights, the rows that see keys and those that are written. Both rows'
 // pairs of columns are transposed at once.
 template <int N>
@@ -44,14 +49,15 @@ __device__ __forceinline__ void store_fp8(const Params &p, const float (&acc)[N 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int a = (n + i) * 4;
-        w[i] = pack_e4m3(number(a, 0), number(a + 1, 0), number(a + 2, 1), number(a + 3, 1));
+        w[i] = 0;
+        if (n + i < N) w[i] = pack_e4m3(number(a, 0), number(a + 1, 0), number(a + 2, 1), number(a + 3, 1));
       }
       transpose_quad(w, lane);
       const uint2 packed[2] = {make_uint2(__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410)),
                                make_uint2(__byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632))};
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (written[r]) *(uint2 *)(at[r] + (block + n) * 8) = packed[r];
+        if (written[r] && has_columns(block + n, lane)) *(uint2 *)(at[r] + (block + n) * 8) = packed[r];
     }
   }
 }
@@ -119,10 +125,10 @@ __device__ __forceinline__ void store_rows(const Params &p, const QueryTile &til
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float *pair = acc + (n + i) * 4 + r * 2;
-          w[i] = sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
+          w[i] = n + i < N && sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
         }
         transpose_quad(w, lane);
-        if (token[r] < tile.query_len)
+        if (token[r] < tile.query_len && has_columns(block + n, lane))
           *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
       }
   }

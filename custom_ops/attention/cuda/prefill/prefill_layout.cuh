@@ -6,7 +6,8 @@
 
 constexpr int BYTES = Q_FP8 ? 1 : 2;            // of a number that is multiplied
 // bytes of a token's line in a square, which is 8 tokens high
-constexpr int K_LINE = DIM * BYTES % 128 ? 64 : 128, V_LINE = DIM_V * BYTES % 128 ? 64 : 128;
+constexpr int K_LINE = DIM * BYTES % 128 == 0 ? 128 : DIM * BYTES % 64 == 0 ? 64 : 32;
+constexpr int V_LINE = DIM_V * BYTES % 128 == 0 ? 128 : DIM_V * BYTES % 64 == 0 ? 64 : 32;
 constexpr int K_WIDTH = K_LINE / BYTES, V_WIDTH = V_LINE / BYTES;        // columns
 constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
 constexpr int K_SQUARE = K_LINE * 8, V_SQUARE = V_LINE * 8;              // bytes
@@ -15,7 +16,9 @@ constexpr int TURNED_LINE = TILE_KV % 128 ? 64 : 128;
 static_assert(!Q_FP8 || (TILE_KV % 64 == 0 && DIM_V % 32 == 0), "whole lines, units of 16 keys x 32 columns");
 
 // Where byte `at` of swizzled lines of LINE bytes lies.
-template <int LINE> BOTH int swizzled(int at) { return at ^ (at >> 3 & (LINE == 128 ? 0x70 : 0x30)); }
+template <int LINE> BOTH int swizzled(int at) {
+  return at ^ (at >> 3 & (LINE == 128 ? 0x70 : LINE == 64 ? 0x30 : 0x10));
+}
 
 // Values are turned 16 keys x 32 columns at a time, by a warp: four matrices of 8 keys x 16 bytes come, four
 // of 8 rows (columns, before) x 16 bytes go. Two orders are left as they fall out, since both can be had for

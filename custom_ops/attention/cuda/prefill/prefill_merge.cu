@@ -12,7 +12,7 @@
 #include "prefill_epilogue.cuh"
 #include "../cascade/cascade_epilogue.cuh"
 
-constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
+constexpr int SLICE = 4, SLICES = (DIM_V / 8 + SLICE - 1) / SLICE;  // blocks of 8 columns
 constexpr int ITEMS = SLICES * WARPGROUPS;            // of a tile, one for a CTA; prefill.py counts them
 // splits asked for at once: a trip to L2 takes longer than all else here
 constexpr int AHEAD = WARPGROUPS == 2 ? 8 : 4;
@@ -62,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
         const float4 *at = partial_of(p, partial) + thread;
         state[j] = load_l2(at + DIM_V / 8 * CONSUMER_THREADS);
 #pragma unroll
-        for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * CONSUMER_THREADS);
+        for (int n = 0; n < SLICE; ++n)  // behind the last block it again, which is not stored
+          x[j][n] = load_l2(at + min(block + n, DIM_V / 8 - 1) * CONSUMER_THREADS);
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {

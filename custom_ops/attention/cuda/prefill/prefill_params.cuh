@@ -26,7 +26,7 @@ constexpr int CONVERTERS = 3;
 constexpr int ARRIVING = EVERY_LANE ? 32 : 1;
 constexpr bool ADJUST = SOFT_CAP || ALIBI;                        // scores are more than scaled products
 static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "registers");
-static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && TILE_KV % BLOCK_SIZE == 0 &&
+static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && BLOCK_SIZE % 8 == 0 && TILE_KV % BLOCK_SIZE == 0 &&
                   GROUP <= TILE_Q && TILE_BLOCKS <= 16,
               "squares, boxes, one a lane");
 static_assert(K_STAGE_BYTES % 1024 == 0 && V_STAGE_BYTES % 1024 == 0 && Q_TILE_BYTES % 1024 == 0,

@@ -63,8 +63,9 @@ def test_which_kernels_run() -> None:
         (LONG, (4, 4, 4), "decode"),
         (LONG, (0, 0, 2), "triton"),
         (LONG, (0, 1, 0), "triton"),
-        (CHUNKS, (0, 0, 0), "prefill and decode"),
-        (CHUNKS, (16, 16, 16), "prefill and decode"),
+        (SPECS["mixed_padded"], (0, 0, 0), "prefill and decode"),
+        (SPECS["mixed_padded"], (16, 16, 16), "prefill and decode"),
+        (CHUNKS, (0, 0, 0), "prefill"),  # 50 query tokens a request
         (CHUNKS, (4, 4, 4), "triton"),
         (ONE_PROMPT, (0, 0, 0), "prefill"),
     ):

@@ -40,8 +40,8 @@
 
 // Descriptor of lines of 128 bytes, 16-byte columns swizzled by the line modulo 8. `at`: a multiple of 1024
 // plus the k's offset; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64 columns to
-// the next one, where the instruction takes several. `layout`: 1, or 2 for lines of 64 bytes, 3 of 32, 0 without
-// a swizzle, where `columns` are those of 8 numbers.
+// the next one, where the instruction takes several. `layout`: 1, or 2 for lines of 64 bytes, 3 of 32, 0
+// without a swizzle, where `columns` are those of 8 numbers.
 __device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16, int layout = 1) {
   return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)layout << 62;
 }

@@ -257,18 +257,22 @@ def test_a_model_whose_prefill_can_not_be_captured(
 
 
 def test_what_is_captured_and_why() -> None:
-    assert decide_prefill_buckets("auto", 64, True, True, "") == (
+    assert decide_prefill_buckets("auto", (64, 64), True, True, "") == (
         [16, 32, 64],
         "automatic: on a GPU with graphs",
     )
-    assert decide_prefill_buckets("auto", 64, False, True, "")[0] == []
+    assert decide_prefill_buckets("auto", (24, 96), True, True, "")[0] == [16, 24, 32, 64, 96]
+    assert decide_prefill_buckets("auto", (64, 64), False, True, "")[0] == []
     assert (
-        decide_prefill_buckets("auto", 64, True, False, "switched off")[1]
+        decide_prefill_buckets("auto", (64, 64), True, False, "switched off")[1]
         == "automatic: graphs: switched off"
     )
-    assert decide_prefill_buckets(None, 64, True, True, "") == ([], "switched off by prefill_buckets=None")
-    assert decide_prefill_buckets([], 64, True, False, "")[0] == []
-    assert decide_prefill_buckets([64, 8, 8], 64, False, True, "")[0] == [8, 64]
+    assert decide_prefill_buckets(None, (64, 64), True, True, "") == (
+        [],
+        "switched off by prefill_buckets=None",
+    )
+    assert decide_prefill_buckets([], (64, 64), True, False, "")[0] == []
+    assert decide_prefill_buckets([64, 8, 8], (64, 64), False, True, "")[0] == [8, 64]
 
 
 @pytest.mark.parametrize(
@@ -276,10 +280,10 @@ def test_what_is_captured_and_why() -> None:
 )
 def test_a_backend_that_can_only_replay_decodes(support: GraphSupport) -> None:
     """Its prefills might be captured without an error, and replays give wrong numbers."""
-    buckets, reason = decide_prefill_buckets("auto", 64, True, True, "", support)
+    buckets, reason = decide_prefill_buckets("auto", (64, 64), True, True, "", support)
     assert buckets == []
     assert reason == f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
     with pytest.raises(
         ArgumentError, match=f"prefill_buckets: expected None or 'auto' with this backend.*{support.name}"
     ):
-        decide_prefill_buckets([8], 64, True, True, "", support)
+        decide_prefill_buckets([8], (64, 64), True, True, "", support)

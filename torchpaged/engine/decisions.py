@@ -86,9 +86,9 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
         expected = f"None, or at most the {model.vocab_size} tokens of the vocabulary"
         raise ArgumentError("max_logprobs", expected, str(options.max_logprobs))
     support = model.choice.backend.capabilities.graph_support
-    largest, limit = options.prompt_tokens, model.session.limits.max_num_tokens
-    largest = largest if limit is None else min(largest, limit)
-    prefills, why = decide_prefill_buckets(options.prefill_buckets, largest, on_gpu, graphs, reason, support)
+    limit = model.session.limits.max_num_tokens
+    most = options.prefill_chunk_size, min(options.prompt_tokens, limit or options.prompt_tokens)
+    prefills, why = decide_prefill_buckets(options.prefill_buckets, most, on_gpu, graphs, reason, support)
     buckets = options.buckets
     if options.batch_invariant:
         _require_invariant(options, model, max_seq_len, None if graphs else reason)
@@ -147,7 +147,7 @@ def _require_no_graphs(options: GeneratorOptions, reason: str) -> None:
 
 def decide_prefill_buckets(
     prefill_buckets: Sequence[int] | str | None,
-    largest: int,
+    most: tuple[int, int],
     on_gpu: bool,
     use_graphs: bool,
     graph_reason: str,
@@ -155,8 +155,8 @@ def decide_prefill_buckets(
 ) -> tuple[list[int], str]:
     """Numbers of tokens for which prefills are captured, none = no such graphs, and why.
 
-    ``largest``: tokens of a step at most. ``support``: the backend's. On a GPU anything below ALWAYS rules
-    prefills out: their query lengths differ from replay to replay.
+    ``most``: tokens of a step beside decodes, and where nothing decodes. ``support``: the backend's. On a GPU
+    anything below ALWAYS rules prefills out: their query lengths differ from replay to replay.
     """
     without, why_not = "", ""
     if not use_graphs:
@@ -169,7 +169,8 @@ def decide_prefill_buckets(
             return [], f"automatic: {why_not}"
         if not on_gpu:
             return [], "automatic: on a CPU a step does not wait for launches"
-        return default_prefill_buckets(largest), "automatic: on a GPU with graphs"
+        sizes = sorted({size for tokens in most for size in default_prefill_buckets(tokens)})
+        return sizes, "automatic: on a GPU with graphs"
     if not prefill_buckets:
         return [], f"switched off by prefill_buckets={prefill_buckets}"
     if why_not:

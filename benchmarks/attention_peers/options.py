@@ -17,8 +17,6 @@ class Options:
     suite: list[str] | None = option(
         "all, decode, prefill, mixed, smoke; may be given several times; default: decode", None
     )
-    random: int = option("so many random cases instead of suites", 0)
-    seed: int = option("of the random cases", 1)
     case: str = option("keep cases whose name contains this", "")
     backends: str = option(
         "own backends, separated by commas; default: those for the device, without the reference", ""
@@ -30,4 +28,6 @@ class Options:
     flop_rate: float | None = option("compute ceiling in TFLOP/s; default: measured", None)
     output: str = option("write the document to this JSON file, after every case", "")
     json_only: bool = option("print the JSON line and nothing else", False, "--json-only")
+    random: int = option("so many random cases instead of suites", 0)
+    seed: int = option("of the random cases", 1)
     heads_first: bool = False

@@ -114,7 +114,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
         (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
         (("--buckets", "0"), "expected numbers of at least 1"),
         (("--prefill-buckets", "some"), "expected numbers of at least 1 such as 1,2,4, got 'some'"),
-        (("--prefill-buckets", "64,3000"), "prefill_buckets: expected numbers of tokens from 1 to 2048"),
+        (("--prefill-buckets", "64,9000"), "prefill_buckets: expected numbers of tokens from 1 to 8192"),
         (("--num-blocks", str(10**12)), "num_blocks: expected pools that fit into"),
         (("--stop", os.fsdecode(b"\xff")), "--stop: expected text in UTF-8"),
         (("--system", "bye"), "--system: expected --chat with it"),

@@ -61,7 +61,7 @@ class Route(NamedTuple):
 
 def route(call: AttentionCall, spec: Specialisation) -> Route:
     """The route of a call, from shapes, dtypes, strides and addresses alone."""
-    num_tokens, num_reqs, sms = call.q.shape[0], call.num_reqs, gpu.num_sms(call.q.device.index or 0)
+    num_tokens, num_reqs = call.q.shape[0], call.num_reqs
     if spec.block_sparse is not None:
         return Route("triton", reason="block_sparse")
     if spec.fp8_queries:  # one kernel takes them, however short they are
@@ -69,6 +69,7 @@ def route(call: AttentionCall, spec: Specialisation) -> Route:
         return Route("prefill") if reason is None else Route("triton", reason=f"prefill: {reason}")
     if not num_reqs or not num_tokens:
         return Route("triton", reason="no requests or no tokens")
+    sms = gpu.num_sms(call.q.device.index or 0)
     if call.max_query_len <= MAX_DECODE_QUERY_LEN:
         reason = specialise.unsupported(call, spec, call.max_query_len, num_reqs)
         if reason is None:

@@ -34,9 +34,9 @@ def default_prefix_buckets(max_batch_size: int) -> list[int]:
     return [size for size in sizes if size <= 16 or size % 16 == 0 or size == max_batch_size]
 
 
-#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it, also of a
-#: small model on a slow host: 4,096 tokens of a 1B model take 13 ms, and took 25 from Python
-#: (docs/log/serving_prompts.md).
+#: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it, also of
+#: a small model on a slow host: 4,096 tokens of a 1B model took 25 ms from Python, and take 14 at the rate
+#: of graphs (docs/log/serving_prompts.md).
 MAX_PREFILL_BUCKET = 8192
 
 

@@ -154,7 +154,7 @@ at_third_token = functools.partial(before_tokens, about=lambda s, *_: is_culprit
 at_scheduling = at(lambda g: g.scheduler, "schedule")
 at_blocks = at(lambda g: g.pool, "allocate")
 #: In the middle of a plan, behind others that got theirs.
-at_blocks_of_culprit = at(lambda g: g.scheduler._wants, "lacks_after", is_culprit)
+at_blocks_of_culprit = at(lambda g: g.scheduler._demand, "lacks_after", is_culprit)
 #: Of blocks that are found; none are at first.
 at_fork = at(lambda g: g.pool, "fork_kept")
 at_put_back = at(lambda g: g.scheduler.blocks, "put_back")

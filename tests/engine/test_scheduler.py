@@ -7,7 +7,7 @@ import engine_requests
 import pytest
 
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.block_wants import Asked, BlockWants
+from torchpaged.engine.block_demand import Asked, BlockDemand
 from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 
@@ -31,9 +31,9 @@ def test_room_that_is_remembered_is_there(
 ) -> None:
     """Every answer is that of counting tokens and blocks, also behind packed batches, preemptions, and blocks
     that were given ahead of need and taken back."""
-    seen, look, schedule = {"decodes": 0, "counted": 0}, BlockWants.lacks, Scheduler.schedule
+    seen, look, schedule = {"decodes": 0, "counted": 0}, BlockDemand.lacks, Scheduler.schedule
 
-    def counted(self: BlockWants, sequence: Sequence) -> int:
+    def counted(self: BlockDemand, sequence: Sequence) -> int:
         found = look(self, sequence)
         needs = min(len(sequence.tokens) + sequence.in_flight + self.ahead, sequence.max_len - 1)
         assert found == -(-needs // self.block_size) - len(sequence.blocks)
@@ -43,12 +43,12 @@ def test_room_that_is_remembered_is_there(
     def checked(self: Scheduler, asked: Asked | None = None) -> Schedule:
         step = schedule(self, asked)
         for sequence in step.decodes:
-            needs = len(sequence.tokens) + sequence.in_flight + self._wants.ahead
+            needs = len(sequence.tokens) + sequence.in_flight + self._demand.ahead
             assert min(needs, sequence.max_len - 1) <= len(sequence.blocks) * self.block_size
         seen["decodes"] += len(step.decodes)
         return step
 
-    monkeypatch.setattr(BlockWants, "lacks", counted)
+    monkeypatch.setattr(BlockDemand, "lacks", counted)
     monkeypatch.setattr(Scheduler, "schedule", checked)
     rng = random.Random(3)
     generator = Generator(model, **{**SIZES, **options})

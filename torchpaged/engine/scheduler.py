@@ -1,5 +1,5 @@
 """Scheduler: which requests run in the next step, and get blocks for it (`RequestBlocks` says which blocks,
-`BlockWants` how many).
+`BlockDemand` how many).
 
 Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run,
 prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.engine.block_wants import Asked, BlockWants
+from torchpaged.engine.block_demand import Asked, BlockDemand
 from torchpaged.engine.chunk_budget import ChunkBudget, least_padded
 from torchpaged.engine.outputs import LatencyHistogram
 from torchpaged.engine.request_blocks import RequestBlocks
@@ -99,7 +99,7 @@ class Scheduler:
         self.pool, self.block_size, self.prefixes = pool, block_size, prefixes
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.max_running, self.steps = max_batch_size, steps or StepCount()
-        self._wants = BlockWants(self.blocks, self.steps, ahead, lookahead)
+        self._demand = BlockDemand(self.blocks, self.steps, ahead, lookahead)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # as a set in order, oldest first: one leaves by O(1)
         self.preemptions, self.swapped, self.budget = 0, 0, budget
@@ -127,7 +127,7 @@ class Scheduler:
 
     def ask(self) -> Asked:
         """What the running requests lack now."""
-        return self._wants.ask(self.running)
+        return self._demand.ask(self.running)
 
     def short_of_blocks(self, asked: Asked) -> bool:
         """Whether the next `schedule` may have to put a request back."""
@@ -156,12 +156,12 @@ class Scheduler:
             if sequence.row is not None:
                 missing = lacking[sequence]
             elif sequence.decodes:
-                missing = self._wants.lacks(sequence)
+                missing = self._demand.lacks(sequence)
             else:
                 budget = self._prompt_tokens(prompts, begun, step) if budget < 0 else budget
                 if not (count := self._chunk(sequence, budget)):
                     continue
-                missing = self._wants.lacks_after(sequence, count)
+                missing = self._demand.lacks_after(sequence, count)
             if missing > step.room and not self._make_room(sequence, missing, step):
                 continue
             if missing > 0:
@@ -178,7 +178,7 @@ class Scheduler:
             step.chunks = [(one, count) for one, count in step.chunks if one.blocks]
             step.decodes = [one for one in decodes if one.blocks]
         if step.blocks_added and not self.waiting:
-            self._wants.look_ahead(step.decodes, lacking)
+            self._demand.look_ahead(step.decodes, lacking)
         if self.prefixes is not None and self.prefixes.host is not None:
             self.prefixes.host.flush()
         return step
@@ -193,8 +193,7 @@ class Scheduler:
     def _prompt_tokens(self, prompts: list[Sequence], begun: list[Sequence], step: Schedule) -> int:
         """Prompt tokens of the next step at most; ``prompts``: all that did not decode before it; ``begun``:
         of these those that may run, among others."""
-        chunk = most = self.prefill_chunk_size
-        decodes = 0
+        most, decodes = self.prefill_chunk_size, 0
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
             prompts = [s for s in prompts if not s.decodes and s not in step.put_back]
             decodes = len(self.running) - len(prompts)
@@ -204,9 +203,10 @@ class Scheduler:
             most = min(most, self.budget.tokens)
         if not self._buckets:
             return most
-        if not decodes and (most := max(most, min(self._buckets[-1], self._undelayed(begun)))) > chunk:
-            return least_padded(self._buckets, 0, most)
-        if self._mixes and decodes:
+        if not decodes:
+            larger = min(self._buckets[-1], self._undelayed(begun))
+            return least_padded(self._buckets, 0, larger) if larger > most else most
+        if self._mixes:
             most = least_padded(self._buckets, decodes, min(most, sum(s.remaining for s in prompts)))
         return most
 
@@ -246,7 +246,7 @@ class Scheduler:
                 promised = sum(map(need_of, [*prompts, *admitted]))
                 need = need_of(self.waiting[0])
             if self.running and need + promised > room:
-                self._wants.trim(self.running)
+                self._demand.trim(self.running)
                 room = self.pool.num_unpinned
                 if need + promised > room:
                     break
@@ -264,7 +264,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, missing: int, step: Schedule) -> bool:
         """Put back younger requests until there are so many blocks for ``sequence``; False: itself, too."""
         self._give(step)
-        self._wants.trim(self.running)
+        self._demand.trim(self.running)
         step.room = self._room()
         # Never for the oldest alone: `max_len` keeps a request within the pool.
         while missing > step.room:
@@ -280,5 +280,5 @@ class Scheduler:
 
     def _give(self, step: Schedule) -> None:
         if step.promised:
-            self._wants.give(step.promised)
+            self._demand.give(step.promised)
             step.promised, step.blocks_added = [], True

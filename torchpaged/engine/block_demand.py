@@ -1,4 +1,4 @@
-"""BlockWants: how many blocks requests lack for the step that comes, and those that they get ahead of need.
+"""BlockDemand: how many blocks requests lack for the step that comes, and those that they get ahead of need.
 
 Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
 the tokens they may have.
@@ -21,7 +21,7 @@ class Asked(NamedTuple):
     prompts: list[Sequence]
 
 
-class BlockWants:
+class BlockDemand:
     """What requests lack of ``blocks``; the other arguments as of `torchpaged.engine.scheduler.Scheduler`."""
 
     def __init__(self, blocks: RequestBlocks, steps: StepCount, ahead: int, lookahead: int) -> None:
